@@ -1,0 +1,117 @@
+"""What an engine tells its transfer thread, and what it hears back.
+
+Commands travel from the engine's scheduler half to the worker half inside vLLM's per-step
+metadata and on to the transfer thread; reports travel back. A *pin* is a number under which
+the scheduler half holds references on KV blocks; the thread says when they may go.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Union
+
+import msgspec
+
+from neuron_push.protocol import Address, Match
+
+# One list of block ids per KV group, in token order.
+GroupBlocks = tuple[list[int], ...]
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of commands and reports: small to pickle, immutable."""
+
+
+class Receive(_Record, frozen=True):
+    """Decode: reserve `blocks` for tokens [start, stop) of a prompt and register them.
+
+    `first[g]` is the index, in token order, of the first listed block of group g; block id 0
+    means that the group does not want those tokens. `start == stop` tells the prefill engine
+    that nothing is wanted; nothing is reported then. `hold_failure` delays the report of a
+    failure until no WRITE can land any more (needed when vLLM recomputes into the same
+    blocks).
+    """
+
+    attempt: int
+    request: str
+    prefill: Address
+    engine: str  # expected engine id, or "" to accept whoever answers
+    match: Match
+    start: int
+    stop: int
+    first: tuple[int, ...]
+    blocks: GroupBlocks
+    pin: int
+    patience: float
+    hold_failure: bool = False
+
+
+class Abandon(_Record, frozen=True):
+    """Decode: the request is gone or has given up; stop the attempt and drain it."""
+
+    attempt: int
+    reason: str
+
+
+class Offer(_Record, frozen=True):
+    """Prefill: the prompt of `match` is being computed here under the number `source`."""
+
+    source: int
+    request: str
+    match: Match
+
+
+class Settle(_Record, frozen=True):
+    """Prefill: with this step's fence, tokens [0, stop) of `source` are settled.
+
+    `blocks` are those added since the previous Settle, one list per group, in token order;
+    `first[g]` is the index of the first of them. All are held under `pin` from now on. `last`
+    says that prefill is complete with this step.
+    """
+
+    source: int
+    stop: int
+    first: tuple[int, ...]
+    blocks: GroupBlocks
+    pin: int
+    last: bool
+
+
+class Retire(_Record, frozen=True):
+    """Prefill: the request left the engine.
+
+    "finished": what was settled stays on offer until served or the lease ends.
+    "preempted": stop reading its blocks; the prompt will be offered again.
+    "ended": it will never be complete (aborted, failed, empty); say so to whoever registered.
+    """
+
+    source: int
+    outcome: Literal["finished", "preempted", "ended"]
+    reason: str = ""
+
+
+Command = Union[Receive, Abandon, Offer, Settle, Retire]
+
+
+class Received(_Record, frozen=True):
+    """Decode: every byte of the attempt has arrived."""
+
+    attempt: int
+    request: str
+
+
+class ReceiveFailed(_Record, frozen=True):
+    """Decode: the attempt ended without its bytes; `quiet` when no WRITE can land any more."""
+
+    attempt: int
+    request: str
+    reason: str
+    quiet: bool
+
+
+class Unpinned(_Record, frozen=True):
+    """Nothing reads or writes the blocks of `pin` any more, and nothing will."""
+
+    pin: int
+
+
+Report = Union[Received, ReceiveFailed, Unpinned]

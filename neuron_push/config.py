@@ -1,0 +1,136 @@
+"""Every setting, in one place.
+
+Read from vLLM's `kv_connector_extra_config` (or a router's flags) by `Config.parse`, which
+refuses unknown names and values out of range, saying what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from neuron_push.errors import ConfigError
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one engine. Durations are seconds, sizes are bytes."""
+
+    side_channel_host: str = "127.0.0.1"
+    """Address that peers and routers use to reach this engine; also where it listens.
+    Default: VLLM_NIXL_SIDE_CHANNEL_HOST, else the loopback address."""
+
+    side_channel_port: Port = 5600
+    """TCP port of the engine's listener. Default: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600; the
+    data-parallel rank is added. Worker ranks take free ports and announce them."""
+
+    accelerator: str = "auto"
+    """Name of an installed accelerator ("cpu", "cuda", "neuron"), or "auto"."""
+
+    backends: tuple[str, ...] = ()
+    """NIXL backends to instantiate. Empty: what the accelerator prefers."""
+
+    num_threads: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Posting threads inside the NIXL backend. 0: the transfer thread posts itself."""
+
+    mode: Literal["push"] = "push"
+    """Who moves the bytes. Only "push" for now: the prefill engine WRITEs."""
+
+    streaming: Literal["chunk", "off"] = "chunk"
+    """"chunk": tokens travel as soon as their prefill chunk is settled. "off": one go at the
+    end of prefill."""
+
+    lease: Seconds = 30.0
+    """How long a finished prompt is held for a decode engine that has not registered."""
+
+    patience: Seconds = 120.0
+    """How long a decode request waits for its KV before it fails, if the router set no
+    budget. It ends earlier when the prefill engine fails or falls silent."""
+
+    alive_interval: Seconds = 0.5
+    """How often a sign of life is asked of a peer with transfers under way."""
+
+    silence: Seconds = 3.0
+    """Silence after which a peer is taken for dead. A false death is harmless: its transfers
+    fail, and the next request greets it again."""
+
+    resend: Seconds = 0.05
+    """First wait before an unanswered registration or cancellation is repeated; it doubles
+    up to `resend_most`."""
+
+    resend_most: Seconds = 1.0
+    """Longest wait between repeats."""
+
+    greeting_timeout: Seconds = 5.0
+    """How long a peer's side channel may take to answer."""
+
+    drain_timeout: Seconds = 30.0
+    """How long a peer that shows signs of life may take to confirm a cancellation before it
+    is fenced like a dead one."""
+
+    move_timeout: Seconds = 5.0
+    """How long a healthy peer may take to follow to a new agent generation before it counts
+    as lost."""
+
+    rotation_interval: Seconds = 1.0
+    """Least time between two generation rotations; lost peers are collected meanwhile."""
+
+    slice_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 30)] = 16 << 20
+    """Largest WRITE posted at once, so that cancellations and signs of life are served
+    between slices."""
+
+    writes_in_flight: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Slices in flight per transfer."""
+
+    idle_poll: Seconds = 0.015
+    """Polling period of the transfer thread when nothing is expected."""
+
+    announced_poll: Seconds = 0.001
+    """Polling period when a peer has said that data is about to arrive."""
+
+    switch_interval: Annotated[float, Meta(ge=0, le=1)] = 0.0005
+    """Python's thread switch interval to set in worker processes, so that a busy main loop
+    delays the transfer thread by less than the default 5 ms. 0 leaves it alone."""
+
+    step_wait: Annotated[float, Meta(ge=0, le=0.1)] = 0.0015
+    """How long a step that scheduled no tokens may wait for a completion."""
+
+    step_wait_idle: Annotated[float, Meta(ge=0, le=0.1)] = 0.005
+    """The same after a second in which nothing happened."""
+
+    most_pinned_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of the KV blocks that transfers may pin; prompts beyond it are refused."""
+
+    fault: str = ""
+    """Deliberate fault for tests: "" none, "tamper" flips one byte of every WRITE."""
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
+        """Build from user settings and environment; raises ConfigError naming the setting."""
+        known = {field.name for field in msgspec.structs.fields(cls)}
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown setting {name!r} in kv_connector_extra_config{hint}")
+        merged = {**_from_environment(environment), **settings}
+        try:
+            return msgspec.convert(merged, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"bad setting in kv_connector_extra_config: {error}") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    names = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
+    }
+    return {setting: environment[name] for name, setting in names.items() if name in environment}
