@@ -1,0 +1,225 @@
+"""What the core asks of an accelerator, how one is found, and the one for host memory.
+
+An accelerator answers questions about tensors and about the end of a forward pass; it never
+moves bytes between machines. Each one but the CPU's is a distribution of its own, found by the
+entry-point group `neuron_push.accelerators`, so the core knows no vendor by name in its imports.
+Tensors are taken as they look (`Tensor` below): torch stays out of the core.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+from neuron_push.errors import ConfigError
+
+__all__ = [
+    "Accelerator",
+    "CpuAccelerator",
+    "DoneFence",
+    "Fence",
+    "MemoryType",
+    "Probe",
+    "Tensor",
+    "installed",
+    "lookup",
+    "whole_allocation",
+]
+
+ENTRY_POINTS = "neuron_push.accelerators"
+# "auto" asks these first, then any other that is installed, and the host's memory last: a
+# machine with an accelerator also has a CPU.
+PREFERRED = ("neuron", "cuda")
+
+# NIXL's own names for the two kinds of memory.
+MemoryType = Literal["DRAM", "VRAM"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Storage(Protocol):
+    def data_ptr(self) -> int: ...
+    def nbytes(self) -> int: ...
+
+
+class _Device(Protocol):
+    @property
+    def type(self) -> str: ...
+
+
+class Tensor(Protocol):
+    """The part of a torch.Tensor that is used here."""
+
+    @property
+    def device(self) -> _Device: ...
+    def get_device(self) -> int: ...
+    def untyped_storage(self) -> _Storage: ...
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether this machine has the accelerator, why (not), and what was seen on the way."""
+
+    available: bool
+    reason: str
+    detail: dict[str, str] = field(default_factory=dict)
+
+
+class Fence(Protocol):
+    """Marks a point in the device's work. Recorded on the main loop, asked from any thread."""
+
+    def done(self) -> bool:
+        """True once all work before the record has ended and its bytes are in memory."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block the calling thread until done or until the time is over; returns `done()`."""
+
+
+@runtime_checkable
+class Accelerator(Protocol):
+    """One kind of memory that KV caches live in. Constructed without arguments, cheaply."""
+
+    # Its name in the entry-point group and in the settings.
+    name: str
+    # True if the device can gather and scatter strided bytes while the engine runs, so that
+    # pages of unlike layouts can be packed or unpacked on this side.
+    can_reorder: bool
+
+    def probe(self) -> Probe:
+        """Look for the device. Never raises, never initialises it; safe in any process."""
+
+    def memory_type(self, tensor: Tensor) -> MemoryType:
+        """What NIXL calls this tensor's memory; ConfigError if it is another device's."""
+
+    def device_id(self, tensor: Tensor) -> int:
+        """The device number to give NIXL with each descriptor; never negative."""
+
+    def region(self, tensor: Tensor) -> tuple[int, int]:
+        """Base address and length of the whole allocation under the tensor.
+
+        Allocations are registered whole: drivers export memory from an allocation's base.
+        Raises ConfigError, naming the cause, if the allocation has no usable address.
+        """
+
+    def record_fence(self) -> Fence:
+        """Mark the end of what the calling thread has launched. Returns at once."""
+
+    def nixl_backends(self) -> tuple[str, ...]:
+        """NIXL backends in order of preference on this machine; at least one."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables that must be set before the device or NIXL is first used."""
+
+
+@dataclass(frozen=True)
+class DoneFence:
+    """For work that has already ended when the fence is recorded."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+class CpuAccelerator:
+    """Host memory: the forward pass runs on the calling thread, so its end needs no mark."""
+
+    name = "cpu"
+    can_reorder = True
+
+    def probe(self) -> Probe:
+        return Probe(True, "host memory is always there")
+
+    def memory_type(self, tensor: Tensor) -> MemoryType:
+        kind = tensor.device.type
+        if kind != "cpu":
+            raise ConfigError(
+                f"the KV cache is on device {kind!r}, but the accelerator in use is 'cpu'; "
+                f"install the distribution for that device (installed: {', '.join(installed())})"
+            )
+        return "DRAM"
+
+    def device_id(self, tensor: Tensor) -> int:
+        return 0
+
+    def region(self, tensor: Tensor) -> tuple[int, int]:
+        return whole_allocation(tensor, "the tensor is empty or a meta tensor without memory")
+
+    def record_fence(self) -> Fence:
+        return DoneFence()
+
+    def nixl_backends(self) -> tuple[str, ...]:
+        return ("UCX",)
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+def whole_allocation(tensor: Tensor, cause: str) -> tuple[int, int]:
+    """Base and length of a tensor's storage; `cause` says why there might be no address."""
+    storage = tensor.untyped_storage()
+    base, length = storage.data_ptr(), storage.nbytes()
+    if base <= 0 or length <= 0:
+        raise ConfigError(
+            f"cannot register the KV cache on device {tensor.device.type!r}: "
+            f"its allocation has address {base:#x} and {length} bytes; {cause}"
+        )
+    return base, length
+
+
+def installed() -> tuple[str, ...]:
+    """Names that `lookup` knows, in the order in which "auto" asks them."""
+    names = set(_entry_points()) - {CpuAccelerator.name}
+    first = [name for name in PREFERRED if name in names]
+    return (*first, *sorted(names.difference(first)), CpuAccelerator.name)
+
+
+def lookup(name: str = "auto") -> Accelerator:
+    """The accelerator of that name, or with "auto" the first whose device is present.
+
+    A name that is asked for and cannot be had is a ConfigError, without a second choice. Under
+    "auto" a distribution that cannot be loaded is reported and passed over: it says nothing
+    about whether this machine has the device.
+    """
+    if name != "auto":
+        return _load(name)
+    for candidate in installed():
+        try:
+            accelerator = _load(candidate)
+        except ConfigError as error:
+            logger.warning("passing over accelerator %s: %s", candidate, error)
+            continue
+        probe = accelerator.probe()
+        if probe.available:
+            return accelerator
+        logger.debug("accelerator %s is not available: %s", candidate, probe.reason)
+    return CpuAccelerator()
+
+
+def _load(name: str) -> Accelerator:
+    # The embedded one does not depend on how this package was installed.
+    if name == CpuAccelerator.name:
+        return CpuAccelerator()
+    entry_point = _entry_points().get(name)
+    if entry_point is None:
+        raise ConfigError(f"no accelerator {name!r}; installed: {', '.join(installed())}")
+    try:
+        accelerator = entry_point.load()()
+    except Exception as error:  # whatever a foreign distribution raises while it loads
+        raise ConfigError(
+            f"accelerator {name!r} ({entry_point.value}) is installed but does not load: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigError(
+            f"accelerator {name!r} ({entry_point.value}) does not fit this version of "
+            "neuron-push: it lacks members of the Accelerator protocol"
+        )
+    return accelerator
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
