@@ -21,7 +21,18 @@ PACKAGE = "neuron_push"
 # A unit is a module or package right below neuron_push. It may import units of lower layers,
 # itself, and what SIDEWAYS names; the first and the last layer may also import among themselves.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "versions", "config", "geometry", "protocol", "commands", "accelerator"}),
+    frozenset(
+        {
+            "errors",
+            "versions",
+            "config",
+            "geometry",
+            "layouts",
+            "protocol",
+            "commands",
+            "accelerator",
+        }
+    ),
     frozenset({"plan", "rendezvous", "transport", "nixl", "sidechannel"}),
     frozenset({"transfer"}),
     frozenset({"vllm", "emulation", "router", "bench", "demo", "doctor", "cli", "tiny_model"}),
