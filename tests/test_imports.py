@@ -33,12 +33,19 @@ LAYERS: tuple[frozenset[str], ...] = (
             "accelerator",
         }
     ),
-    frozenset({"plan", "rendezvous", "transport", "nixl", "sidechannel"}),
+    frozenset({"plan", "rendezvous", "transport", "nixl", "tamper", "sidechannel"}),
     frozenset({"transfer"}),
     frozenset({"vllm", "emulation", "router", "bench", "demo", "doctor", "cli", "tiny_model"}),
 )
-# An implementation beside its interface; the words that actions and events are written in.
-SIDEWAYS = {("nixl", "transport"), ("rendezvous", "plan"), ("rendezvous", "transport")}
+# An implementation beside its interface and its test fault; the words that actions and events
+# are written in.
+SIDEWAYS = {
+    ("nixl", "transport"),
+    ("nixl", "tamper"),
+    ("tamper", "transport"),
+    ("rendezvous", "plan"),
+    ("rendezvous", "transport"),
+}
 CORE = frozenset().union(*LAYERS[:3])
 LAYER_OF = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
