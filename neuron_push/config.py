@@ -113,7 +113,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Deliberate fault for tests: "" none, "tamper" flips one byte of every WRITE."""
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
+    def parse(
+        cls, settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+    ) -> Config:
         """Build from user settings and environment; raises ConfigError naming the setting."""
         known = {field.name for field in msgspec.structs.fields(cls)}
         for name in settings:

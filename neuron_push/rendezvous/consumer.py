@@ -1,0 +1,317 @@
+"""The decode side of a transfer: register, wait for every share, or drain.
+
+    CONNECTING --linked--> WAITING --all shares landed--> ENDED (Received)
+        |                     |
+        | no peer, abandoned, | peer failed or lost, abandoned, out of patience
+        | out of patience     v
+        |                 DRAINING --every share quiet--> ENDED (ReceiveFailed)
+        +--> ENDED (ReceiveFailed)
+
+A *share* is what one prefill rank owes an attempt. It is *quiet* when no WRITE of that rank
+for this attempt can land any more: it said `Cancelled`, or it was fenced, or everything it
+owed has landed (a prefill rank never posts the same tokens of an attempt twice). The pin on
+the blocks goes exactly when every share is quiet, never on a timeout (promise 1).
+
+`ATTEMPT_MOVES` is the whole transition table; leaving it is a defect of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from neuron_push.commands import Abandon, Receive, Received, ReceiveFailed, Unpinned
+from neuron_push.errors import ProtocolError
+from neuron_push.plan import encode_runs
+from neuron_push.protocol import (
+    BlockList,
+    Cancel,
+    Cancelled,
+    Done,
+    Failed,
+    Register,
+    Registered,
+    Soon,
+    clip,
+)
+from neuron_push.rendezvous.events import Tell
+from neuron_push.rendezvous.links import Context, Link
+from neuron_push.rendezvous.ranges import RangeSet
+
+
+class AttemptState(Enum):
+    """Where a decode attempt stands."""
+
+    CONNECTING = "connecting"
+    WAITING = "waiting"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+ATTEMPT_MOVES = {
+    AttemptState.CONNECTING: {AttemptState.WAITING, AttemptState.ENDED},
+    AttemptState.WAITING: {AttemptState.DRAINING, AttemptState.ENDED},
+    AttemptState.DRAINING: {AttemptState.ENDED},
+    AttemptState.ENDED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one prefill rank owes an attempt."""
+
+    link: Link
+    answered: bool = False
+    quiet: bool = False
+    landed: RangeSet = field(default_factory=RangeSet)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One registration of one request, on this decode rank."""
+
+    command: Receive
+    began: float
+    deadline: float
+    state: AttemptState = AttemptState.CONNECTING
+    shares: dict[int, Share] = field(default_factory=dict)
+    register: Register | None = None
+    reason: str = ""
+    reported: bool = False
+    announced: bool = False  # bytes are on the way: poll quickly
+    send_at: float = 0.0
+    wait: float = 0.0
+
+    def move(self, state: AttemptState) -> None:
+        if state not in ATTEMPT_MOVES[self.state]:
+            raise ProtocolError(f"attempt {self.command.attempt}: {self.state} -> {state}")
+        self.state = state
+
+    @property
+    def wants_nothing(self) -> bool:
+        return self.command.start == self.command.stop
+
+
+class Consumer:
+    """All attempts of this decode rank."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.attempts: dict[int, Attempt] = {}
+
+    @property
+    def announced(self) -> bool:
+        """Whether any attempt expects bytes at any moment."""
+        return any(attempt.announced for attempt in self.attempts.values())
+
+    # ------------------------------------------------------------------ from the engine
+
+    def receive(self, command: Receive, now: float) -> None:
+        """Begin an attempt; the core links it when the prefill engine is known."""
+        if command.attempt in self.attempts:
+            raise ProtocolError(f"attempt {command.attempt} was begun twice")
+        self._context.count("registrations")
+        self.attempts[command.attempt] = Attempt(command, now, now + command.patience)
+
+    def linked(self, number: int, links: list[Link], now: float) -> None:
+        """The prefill ranks that owe this attempt something are linked: register."""
+        attempt = self.attempts.get(number)
+        if attempt is None or attempt.state is not AttemptState.CONNECTING:
+            return
+        attempt.move(AttemptState.WAITING)
+        for link in links:
+            attempt.shares[link.id] = Share(link, quiet=attempt.wants_nothing)
+            link.sessions += 1
+        attempt.register = self._register(attempt, now)
+        self._send_registers(attempt, now)
+        self._complete(attempt, now)
+
+    def unlinked(self, number: int, reason: str, now: float) -> None:
+        """The prefill engine cannot be reached or refuses."""
+        attempt = self.attempts.get(number)
+        if attempt is not None and attempt.state is AttemptState.CONNECTING:
+            self._fail(attempt, reason, "unreachable", now)
+
+    def abandon(self, command: Abandon, now: float) -> None:
+        """The engine gave the request up."""
+        attempt = self.attempts.get(command.attempt)
+        if attempt is not None:
+            self._fail(attempt, command.reason, "abandoned", now)
+
+    # ------------------------------------------------------------------ from the peers
+
+    def on_message(
+        self,
+        link: Link,
+        message: Registered | Soon | Done | Failed | Cancelled,
+        now: float,
+    ) -> None:
+        """Apply one notification of a prefill rank, if it concerns a live share of its own."""
+        attempt = self.attempts.get(message.attempt)
+        share = attempt.shares.get(link.id) if attempt else None
+        if attempt is None or share is None:
+            self._context.count("stale_messages", label=type(message).__name__)
+            return
+        share.answered = True
+        match message:
+            case Registered():
+                pass
+            case Soon():
+                attempt.announced = attempt.state is AttemptState.WAITING
+            case Done():
+                self._on_done(attempt, share, message)
+            case Cancelled():
+                share.quiet = True
+                if attempt.state is AttemptState.WAITING:
+                    self._fail(attempt, "the prefill engine dropped it", "prefill", now)
+            case Failed():
+                if attempt.state is AttemptState.WAITING:
+                    self._fail(attempt, clip(message.reason), "prefill", now)
+        self._complete(attempt, now)
+        self._finish_drain(attempt)
+
+    def link_lost(self, link: Link, reason: str, now: float) -> bool:
+        """A prefill rank is lost; returns whether bytes of it may still land."""
+        loud = False
+        for attempt in list(self.attempts.values()):
+            share = attempt.shares.get(link.id)
+            if share is None or share.quiet or attempt.state is AttemptState.ENDED:
+                continue
+            loud = True
+            if attempt.state is AttemptState.WAITING:
+                text = f"prefill rank {link.rank} of {link.engine}: {reason}"
+                self._fail(attempt, text, "lost", now)
+        return loud
+
+    def fenced(self, links: list[Link]) -> None:
+        """Nothing of these links can land any more."""
+        ids = {link.id for link in links}
+        for attempt in list(self.attempts.values()):
+            for number in ids & attempt.shares.keys():
+                attempt.shares[number].quiet = True
+            self._finish_drain(attempt)
+
+    def tick(self, now: float) -> list[tuple[Link, str]]:
+        """Repeat what is unanswered; returns peers that do not confirm a cancellation."""
+        stuck: list[tuple[Link, str]] = []
+        for attempt in list(self.attempts.values()):
+            if now >= attempt.deadline:
+                if attempt.state is AttemptState.DRAINING:
+                    text = "did not confirm a cancellation"
+                    stuck += [(s.link, text) for s in attempt.shares.values() if not s.quiet]
+                else:
+                    patience = f"no KV within {attempt.command.patience:g} s"
+                    self._fail(attempt, patience, "patience", now)
+            if now >= attempt.send_at:
+                self._repeat(attempt, now)
+        return stuck
+
+    # ------------------------------------------------------------------ inside
+
+    def _register(self, attempt: Attempt, now: float) -> Register:
+        command = attempt.command
+        blocks = tuple(
+            BlockList(first, tuple(encode_runs(ids)))
+            for first, ids in zip(command.first, command.blocks, strict=True)
+        )
+        patience = max(0, int((attempt.deadline - now) * 1000))
+        return Register(
+            command.attempt, command.match, command.start, command.stop, blocks, patience
+        )
+
+    def _on_done(self, attempt: Attempt, share: Share, message: Done) -> None:
+        if message.start < attempt.command.start or message.stop > attempt.command.stop:
+            self._context.count("rejected_messages", label="Done outside the registration")
+            return
+        share.landed.add(message.start, message.stop)
+        self._context.count("received_bytes", message.nbytes)
+        if share.landed.covers(attempt.command.start, attempt.command.stop):
+            share.quiet = True
+
+    def _complete(self, attempt: Attempt, now: float) -> None:
+        """End an attempt whose every share has landed (or has answered, if none is wanted)."""
+        if attempt.state is not AttemptState.WAITING:
+            return
+        start, stop = attempt.command.start, attempt.command.stop
+        for share in attempt.shares.values():
+            if not (share.answered if attempt.wants_nothing else share.landed.covers(start, stop)):
+                return
+        attempt.move(AttemptState.ENDED)
+        if not attempt.wants_nothing:
+            attempt.reported = True
+            self._context.act(Tell(Received(attempt.command.attempt, attempt.command.request)))
+            self._context.count("receive_seconds", now - attempt.began)
+            self._context.count("receives", label="received")
+        self._forget(attempt)
+
+    def _fail(self, attempt: Attempt, reason: str, kind: str, now: float) -> None:
+        """Give an attempt up: drain what may land, and report when the engine may act on it."""
+        if attempt.state in (AttemptState.DRAINING, AttemptState.ENDED):
+            if kind == "abandoned":
+                self._report(attempt)
+            return
+        attempt.reason = reason
+        attempt.announced = False
+        self._context.count("receives", label="failed")
+        self._context.count("cancellations", label=kind)
+        if attempt.state is AttemptState.CONNECTING or attempt.wants_nothing:
+            attempt.move(AttemptState.ENDED)
+            self._report(attempt)
+            self._forget(attempt)
+            return
+        attempt.move(AttemptState.DRAINING)
+        attempt.deadline = now + self._context.config.drain_timeout
+        attempt.wait = self._context.config.resend
+        if not attempt.command.hold_failure or kind == "abandoned":
+            self._report(attempt)
+        self._send_cancels(attempt, now)
+        self._finish_drain(attempt)
+
+    def _finish_drain(self, attempt: Attempt) -> None:
+        if attempt.state is not AttemptState.DRAINING:
+            return
+        if all(share.quiet for share in attempt.shares.values()):
+            attempt.move(AttemptState.ENDED)
+            self._report(attempt)
+            self._forget(attempt)
+
+    def _report(self, attempt: Attempt) -> None:
+        if attempt.reported or attempt.wants_nothing:
+            return
+        attempt.reported = True
+        command, quiet = attempt.command, attempt.state is AttemptState.ENDED
+        self._context.act(
+            Tell(ReceiveFailed(command.attempt, command.request, attempt.reason, quiet))
+        )
+
+    def _forget(self, attempt: Attempt) -> None:
+        del self.attempts[attempt.command.attempt]
+        for share in attempt.shares.values():
+            share.link.sessions -= 1
+        if attempt.command.pin >= 0:
+            self._context.act(Tell(Unpinned(attempt.command.pin)))
+
+    def _repeat(self, attempt: Attempt, now: float) -> None:
+        if attempt.state is AttemptState.WAITING:
+            self._send_registers(attempt, now)
+        elif attempt.state is AttemptState.DRAINING:
+            self._send_cancels(attempt, now)
+
+    def _send_registers(self, attempt: Attempt, now: float) -> None:
+        assert attempt.register is not None
+        for share in attempt.shares.values():
+            if not share.answered:
+                self._context.send(share.link, attempt.register)
+        self._later(attempt, now)
+
+    def _send_cancels(self, attempt: Attempt, now: float) -> None:
+        message = Cancel(attempt.command.attempt, clip(attempt.reason))
+        for share in attempt.shares.values():
+            if not share.quiet:
+                self._context.send(share.link, message)
+        self._later(attempt, now)
+
+    def _later(self, attempt: Attempt, now: float) -> None:
+        config = self._context.config
+        attempt.wait = min(max(attempt.wait * 2, config.resend), config.resend_most)
+        attempt.send_at = now + attempt.wait

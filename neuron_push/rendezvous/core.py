@@ -1,0 +1,251 @@
+"""The core of one worker rank: one function from (event, time) to actions.
+
+It joins the consumer (attempts), the producer (sources, sendings), the links with their
+liveness, the routes and the generations. It holds no thread, socket or clock. The driver
+feeds every event through `handle`, calls `tick` often, and carries the actions out in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from neuron_push.commands import Abandon, Offer, Receive, Retire, Settle
+from neuron_push.config import Config
+from neuron_push.errors import PlanError, ProtocolError
+from neuron_push.geometry import check
+from neuron_push.plan import Ask, PairPlan, pair
+from neuron_push.protocol import (
+    Alive,
+    Cancel,
+    Cancelled,
+    Done,
+    Failed,
+    Hello,
+    Move,
+    Moved,
+    Refusal,
+    Register,
+    Registered,
+    Soon,
+    Welcome,
+)
+from neuron_push.rendezvous.consumer import Consumer
+from neuron_push.rendezvous.events import (
+    Action,
+    Answer,
+    Closed,
+    EngineFound,
+    EngineMissing,
+    Event,
+    Forget,
+    Garbage,
+    Greeted,
+    HelloArrived,
+    Notified,
+    Opened,
+    Unreachable,
+    WriteEnded,
+)
+from neuron_push.rendezvous.fence import Generations
+from neuron_push.rendezvous.links import Context, Identity, Link, Links, base, generation_of
+from neuron_push.rendezvous.routes import Routes, Verdict
+from neuron_push.rendezvous.sender import Producer
+from neuron_push.transport import AgentName
+
+Tempo = Literal["busy", "announced", "waiting", "idle"]
+
+
+class Core:
+    """Everything one worker rank knows about its transfers."""
+
+    def __init__(self, config: Config, identity: Identity) -> None:
+        self._context = Context(config, identity)
+        self.links = Links(self._context)
+        self.consumer = Consumer(self._context)
+        self.producer = Producer(self._context, self.links)
+        self.generations = Generations(self._context, self.links)
+        self._routes = Routes(self._context, self.links)
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            Receive: self._receive,
+            Abandon: lambda event, now: self.consumer.abandon(event, now),
+            Offer: lambda event, now: self.producer.offer(event, now),
+            Settle: lambda event, now: self.producer.settle(event),
+            Retire: lambda event, now: self.producer.retire(event, now),
+            Opened: lambda event, now: self.generations.on_opened(event, now),
+            Closed: self._closed,
+            EngineFound: self._engine_found,
+            EngineMissing: self._engine_missing,
+            Greeted: self._greeted,
+            HelloArrived: self._hello,
+            Notified: self._notified,
+            Garbage: lambda event, now: self._context.count("rejected_messages", label="garbage"),
+            Unreachable: self._unreachable,
+            WriteEnded: self._write_ended,
+        }
+        self._messages: dict[type, Callable[[Link, Any, float], None]] = {
+            Register: self.producer.on_register,
+            Cancel: self.producer.on_cancel,
+            Registered: self.consumer.on_message,
+            Soon: self.consumer.on_message,
+            Done: self.consumer.on_message,
+            Failed: self.consumer.on_message,
+            Cancelled: self.consumer.on_message,
+            Alive: lambda link, message, now: self.links.on_alive(link, message),
+            Move: self._moved_peer,
+            Moved: lambda link, message, now: self.generations.on_moved(link, message.agent),
+        }
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Apply one event at time `now` (seconds, monotonic); carry out what is returned."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise ProtocolError(f"no handler for {type(event).__name__}")
+        handler(event, now)
+        return self._take()
+
+    def tick(self, now: float) -> list[Action]:
+        """Let time pass: repeats, silences, leases, rotations."""
+        for link, reason in (*self.links.tick(now), *self.consumer.tick(now)):
+            self._lose(link, reason, now)
+        self.producer.tick(now)
+        for link, reason in self.generations.tick(now):
+            self._lose(link, reason, now)
+        return self._take()
+
+    @property
+    def tempo(self) -> Tempo:
+        """How soon the driver should look again."""
+        if self.producer.writing:
+            return "busy"
+        if self.consumer.announced:
+            return "announced"
+        if self.generations.pending or self.consumer.attempts or self.producer.sendings:
+            return "waiting"
+        return "idle"
+
+    def _take(self) -> list[Action]:
+        actions, self._context.actions = self._context.actions, []
+        return actions
+
+    # ------------------------------------------------------------------ routes and links
+
+    def _receive(self, command: Receive, now: float) -> None:
+        self.consumer.receive(command, now)
+        self._link(self._routes.want(command.attempt, command.prefill, command.engine, now), now)
+
+    def _engine_found(self, event: EngineFound, now: float) -> None:
+        self._link(self._routes.found(event, now), now)
+
+    def _engine_missing(self, event: EngineMissing, now: float) -> None:
+        self._link(self._routes.missing(event.address, event.reason), now)
+
+    def _greeted(self, event: Greeted, now: float) -> None:
+        self._link(self._routes.greeted(event.link, event.answer, now), now)
+
+    def _link(self, verdict: Verdict | None, now: float) -> None:
+        """Tell attempts that their prefill engine is linked, or why it is not."""
+        if verdict is None:
+            return
+        numbers, outcome = verdict
+        for number in numbers:
+            attempt = self.consumer.attempts.get(number)
+            if attempt is None:
+                continue
+            wanted, found = attempt.command.engine, self._routes.engine_at(attempt.command.prefill)
+            if isinstance(outcome, str):
+                self.consumer.unlinked(number, outcome, now)
+            elif wanted and found != wanted:
+                where = f"{attempt.command.prefill.host}:{attempt.command.prefill.port}"
+                reason = f"the engine at {where} is {found}, not {wanted}"
+                self.consumer.unlinked(number, reason, now)
+            else:
+                self.consumer.linked(number, outcome, now)
+
+    def _hello(self, event: HelloArrived, now: float) -> None:
+        """A decode rank wants a link: check that we can serve it, and replace its old one."""
+        hello, context = event.hello, self._context
+        agent = AgentName(hello.agent)
+        plan = self._admit(hello)
+        if isinstance(plan, str):
+            context.count("handshake_failures")
+            context.act(Answer(event.token, Refusal(plan)))
+            return
+        for old in self.links.of_rank(hello.engine, hello.rank):
+            if old.incarnation == hello.incarnation and old.hello >= hello.link:
+                context.act(Answer(event.token, Refusal("a newer hello has arrived before")))
+                return
+            self._lose(old, "it greeted again", now)
+            if old.incarnation != hello.incarnation:
+                self.producer.forget_peer(base(old.agent))
+        link = Link(
+            self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
+            hello.metadata, hello.geometry, context.generation, heard=now,
+            since=generation_of(agent), hello=hello.link, plan=plan, sharers=hello.sharers,
+        )  # fmt: skip
+        self.links.add(link)
+        me = context.identity
+        welcome = Welcome(me.engine, me.rank, me.incarnation, context.agent, context.metadata)
+        context.act(Answer(event.token, welcome, context.generation, hello.metadata))
+
+    def _admit(self, hello: Hello) -> PairPlan | str:
+        """The plan for a decode rank, or the reason why it cannot be served."""
+        me = self._context.identity
+        differences = me.semantics.differences(hello.semantics)
+        if differences:
+            return "the engines differ: " + "; ".join(differences)
+        prefix = f"{hello.engine.replace('/', '_')}/{hello.rank}/{hello.incarnation:x}/"
+        if not hello.agent.startswith(prefix) or generation_of(AgentName(hello.agent)) < 0:
+            return f"agent name {hello.agent!r} does not belong to {prefix}"
+        if not self._context.agent:
+            return "this rank is still starting"
+        try:
+            check(hello.geometry)
+            return pair(me.geometry, hello.geometry, Ask(hello.ask))
+        except PlanError as error:
+            return str(error)
+
+    def _lose(self, link: Link, reason: str, now: float) -> None:
+        """A link is over: fail what depends on it, and fence it if bytes may be on the way."""
+        if link.lost:
+            return
+        link.lost = reason
+        self.links.drop(link)
+        self._context.count("links_lost")
+        loud = self.consumer.link_lost(link, reason, now)
+        loud = self.producer.link_lost(link) or loud
+        self._link(self._routes.lost(link, reason), now)
+        if loud:
+            self.generations.want(link)
+        else:
+            self.generations.forget(link)
+            self._context.act(Forget(link.generation, link.agent))
+
+    # ------------------------------------------------------------------ from the transport
+
+    def _notified(self, event: Notified, now: float) -> None:
+        link = self.links.find(event.agent)
+        if link is None:
+            self._context.count("stale_messages", label=type(event.message).__name__)
+            return
+        link.heard = now
+        self._messages[type(event.message)](link, event.message, now)
+
+    def _moved_peer(self, link: Link, message: Move, now: float) -> None:
+        self.links.moved_to(link, AgentName(message.agent), message.metadata)
+
+    def _unreachable(self, event: Unreachable, now: float) -> None:
+        link = self.links.find(event.agent)
+        if link is not None and event.agent == link.agent:
+            self._lose(link, event.reason, now)
+
+    def _write_ended(self, event: WriteEnded, now: float) -> None:
+        sending = self.producer.of_write(event.write)
+        self.producer.write_ended(event, now)
+        if event.outcome == "broken" and sending is not None:
+            self._lose(sending.link, event.reason, now)
+
+    def _closed(self, event: Closed, now: float) -> None:
+        fenced = self.generations.on_closed(event.generation)
+        self.consumer.fenced(fenced)
+        self.producer.fenced(fenced)

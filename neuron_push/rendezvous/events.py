@@ -1,0 +1,218 @@
+"""What goes into the core and what comes out of it.
+
+The core never calls anything: it takes an event and the time, and returns actions for the
+driver (`neuron_push.transfer`) to carry out in order. Commands of the engine
+(`neuron_push.commands`) are events too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Union
+
+from neuron_push.commands import Command, Report
+from neuron_push.geometry import Geometry
+from neuron_push.plan import Blocks, PairPlan
+from neuron_push.protocol import (
+    Address,
+    Done,
+    EngineInfo,
+    Hello,
+    Notification,
+    Refusal,
+    Welcome,
+)
+from neuron_push.transport import AgentName, WriteId
+
+# ------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A generation's agent exists; greet and move peers with it."""
+
+    generation: int
+    agent: AgentName
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A generation's agent is destroyed: nothing lands through it any more."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFound:
+    """Both listeners have answered: the prefill engine's and our own."""
+
+    address: Address
+    info: EngineInfo
+    own: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMissing:
+    """The prefill engine could not be asked, or its answer does not serve."""
+
+    address: Address
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A prefill rank has answered our hello."""
+
+    link: int
+    answer: Welcome | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class HelloArrived:
+    """A decode rank says hello; `token` names the question to answer."""
+
+    token: object
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Notified:
+    """A notification has arrived from a peer's agent."""
+
+    agent: AgentName
+    message: Notification
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """A notification that could not be decoded."""
+
+    agent: AgentName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """The transport says that a peer's agent is gone, or refuses to load or reach it."""
+
+    agent: AgentName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """done: landed. unposted: nothing was started. broken: bytes may still move."""
+
+    write: WriteId
+    outcome: Literal["done", "unposted", "broken"]
+    reason: str = ""
+
+
+Event = Union[
+    Command, Opened, Closed, EngineFound, EngineMissing, Greeted, HelloArrived,
+    Notified, Garbage, Unreachable, WriteEnded,
+]  # fmt: skip
+
+# ------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Create the agent of this generation over the same memory; answer with Opened."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Destroy the agent of this generation; answer with Closed."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FindEngine:
+    """Ask the listener at this address, and our own, who they are."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """Send a hello to a prefill rank's side channel; answer with Greeted."""
+
+    link: int
+    address: Address
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a hello; with a Welcome, load the caller's metadata first."""
+
+    token: object
+    message: Welcome | Refusal
+    generation: int = 0
+    metadata: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make a peer's agent known to one of our generations."""
+
+    generation: int
+    agent: AgentName
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove a peer's agent from one of our generations."""
+
+    generation: int
+    agent: AgentName
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Send a notification to a peer's agent through one of our generations."""
+
+    generation: int
+    agent: AgentName
+    message: Notification
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Start a WRITE; answer with WriteEnded."""
+
+    write: WriteId
+    generation: int
+    agent: AgentName
+    plan: PairPlan
+    destination: Geometry
+    source_blocks: tuple[Blocks, ...]
+    destination_blocks: tuple[Blocks, ...]
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Pass a report to the engine."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Something to count or to measure; `label` is the metric's one label, if it has one."""
+
+    name: str
+    value: float = 1.0
+    label: str = field(default="")
+
+
+Action = Union[
+    Open, Close, FindEngine, Greet, Answer, Load, Forget, Notify, Post, Tell, Count
+]  # fmt: skip

@@ -1,0 +1,194 @@
+"""Links: one per peer rank, with its liveness and the agent generation in use.
+
+A link is opened by a hello and lives until it is lost. It is lost when the transport reports
+the peer's agent unreachable, when the peer is silent while transfers are under way, or when
+the peer greets again (it restarted, or it gave the link up first). A lost link never comes
+back: the next request greets anew and gets a new one, so losing a healthy peer costs its
+transfers and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from neuron_push.config import Config
+from neuron_push.geometry import Geometry, Semantics
+from neuron_push.plan import PairPlan
+from neuron_push.protocol import Alive, Moved, Notification
+from neuron_push.rendezvous.events import Action, Count, Forget, Load, Notify
+from neuron_push.transport import AgentName
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker rank is. `incarnation` is drawn at process start."""
+
+    engine: str
+    rank: int
+    incarnation: int
+    semantics: Semantics
+    geometry: Geometry
+
+    def agent(self, generation: int) -> AgentName:
+        """Name of this rank's agent of one generation."""
+        return agent_name(self.engine, self.rank, self.incarnation, generation)
+
+
+def agent_name(engine: str, rank: int, incarnation: int, generation: int) -> AgentName:
+    """engine/rank/incarnation/generation; slashes in the engine id are replaced."""
+    return AgentName(f"{engine.replace('/', '_')}/{rank}/{incarnation:x}/{generation}")
+
+
+def base(agent: AgentName) -> str:
+    """The part of an agent's name that its generations share."""
+    return agent.rpartition("/")[0]
+
+
+def generation_of(agent: AgentName) -> int:
+    """The generation in an agent's name; -1 if it has none."""
+    tail = agent.rpartition("/")[2]
+    return int(tail) if tail.isdecimal() else -1
+
+
+class Context:
+    """What the machines of one core share: settings, identity, the outgoing actions."""
+
+    def __init__(self, config: Config, identity: Identity) -> None:
+        self.config = config
+        self.identity = identity
+        self.actions: list[Action] = []
+        # The newest generation: number, agent name and metadata; None until it is open.
+        self.generation = 0
+        self.agent = AgentName("")
+        self.metadata = b""
+
+    def act(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def count(self, name: str, value: float = 1.0, label: str = "") -> None:
+        self.actions.append(Count(name, value, label))
+
+    def send(self, link: Link, message: Notification) -> None:
+        """Notify a peer; a lost link is never spoken to."""
+        if not link.lost:
+            self.actions.append(Notify(link.generation, link.agent, message))
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One peer rank, in one of its incarnations."""
+
+    id: int
+    peer: Literal["prefill", "decode"]
+    engine: str
+    rank: int
+    incarnation: int
+    agent: AgentName  # the peer's newest agent that we know
+    metadata: bytes
+    geometry: Geometry
+    generation: int  # the generation of ours that we use towards it
+    heard: float
+    since: int = 0  # the peer's generation when it was greeted; messages of earlier ones are late
+    hello: int = 0  # number of the hello that opened it, drawn by the decode rank
+    plan: PairPlan | None = None  # for decode peers: how our pages map to theirs
+    sharers: int = 1
+    sessions: int = 0  # transfers that need this peer alive
+    asked: float = 0.0  # when a sign of life was last asked for
+    # WRITEs of ours in flight, by (our generation, the peer's agent).
+    writes: dict[tuple[int, AgentName], int] = field(default_factory=dict)
+    leaving: set[AgentName] = field(default_factory=set)  # earlier agents of the peer
+    lost: str = ""  # why, once it is lost
+
+    def writes_through(self, generation: int) -> int:
+        """WRITEs in flight from one of our generations."""
+        return sum(n for (ours, _), n in self.writes.items() if ours == generation)
+
+    def writes_towards(self, agent: AgentName) -> int:
+        """WRITEs in flight towards one of the peer's agents."""
+        return sum(n for (_, theirs), n in self.writes.items() if theirs == agent)
+
+
+class Links:
+    """All links of a rank, by id and by the peer's agent."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._ids = count(1)
+        self._open: dict[str, Link] = {}
+        self._ticked = 0.0
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(list(self._open.values()))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def new_id(self) -> int:
+        """A number for a link about to be opened."""
+        return next(self._ids)
+
+    def add(self, link: Link) -> None:
+        self._open[base(link.agent)] = link
+
+    def find(self, agent: AgentName) -> Link | None:
+        """The open link that a peer's agent speaks for.
+
+        A message sent by a generation from before the hello may concern blocks that were
+        given back since; it finds no link.
+        """
+        link = self._open.get(base(agent))
+        return link if link and generation_of(agent) >= link.since else None
+
+    def of_rank(self, engine: str, rank: int) -> list[Link]:
+        """Open links to any incarnation of a rank."""
+        return [link for link in self._open.values() if (link.engine, link.rank) == (engine, rank)]
+
+    def drop(self, link: Link) -> None:
+        """Take a lost link out; messages of its agents find nothing from now on."""
+        if self._open.get(base(link.agent)) is link:
+            del self._open[base(link.agent)]
+
+    def on_alive(self, link: Link, message: Alive) -> None:
+        if message.answer:
+            self._context.send(link, Alive(answer=False))
+
+    def moved_to(self, link: Link, agent: AgentName, metadata: bytes) -> None:
+        """The peer replaces its agent: use the new one, leave the old when drained."""
+        if base(agent) != base(link.agent):
+            self._context.count("rejected_messages", label="move to a foreign agent")
+            return
+        if agent != link.agent:
+            link.leaving.add(link.agent)
+            link.agent, link.metadata = agent, metadata
+            self._context.act(Load(link.generation, agent, metadata))
+        self.settle_move(link)
+
+    def settle_move(self, link: Link) -> None:
+        """Confirm a move once nothing is in flight towards the agents that were left."""
+        if link.lost or any(link.writes_towards(agent) for agent in link.leaving):
+            return
+        for agent in link.leaving:
+            self._context.act(Forget(link.generation, agent))
+        link.leaving.clear()
+        self._context.send(link, Moved(link.agent))
+
+    def tick(self, now: float) -> list[tuple[Link, str]]:
+        """Ask busy peers for signs of life; return those that have been silent too long."""
+        config = self._context.config
+        stalled = now - self._ticked - config.alive_interval
+        silent = []
+        for link in self._open.values():
+            if not link.sessions:
+                link.heard = now
+                continue
+            if stalled > 0:  # this process itself was stopped: peers get their time back
+                link.heard = min(now, link.heard + stalled)
+            if now - link.heard >= config.silence:
+                silent.append((link, f"silent for {config.silence:g} s"))
+            elif now - link.asked >= config.alive_interval:
+                link.asked = now
+                self._context.send(link, Alive(answer=True))
+        self._ticked = now
+        return silent

@@ -1,0 +1,260 @@
+"""The prefill side of a transfer: match registrations with prompts, WRITE, drain.
+
+A *source* is a prompt being computed or held here; a *sending* is one attempt of one decode
+rank. They meet in either order:
+
+    WAITING --source offered--> SENDING --all tokens landed--> ENDED (served)
+       ^                           |
+       +--- source preempted ------+
+       |                           | cancelled, source ended, WRITE failed, peer lost
+       |                           v
+       +--- the same ---------> STOPPING --no WRITE in flight, or fenced--> ENDED
+
+Nothing is posted in any state but SENDING, and only tokens that were never posted for that
+attempt: a repeated WRITE could land after the decode rank has let its blocks go. A source's
+pin goes when no WRITE reads its blocks and none will (promise 2).
+
+`SENDING_MOVES` is the whole transition table; leaving it is a defect of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from neuron_push.errors import ProtocolError
+from neuron_push.geometry import Geometry
+from neuron_push.plan import Blocks
+from neuron_push.protocol import Match, Register
+from neuron_push.rendezvous.links import Link
+from neuron_push.rendezvous.ranges import RangeSet
+from neuron_push.transport import AgentName, WriteId
+
+
+class SendingState(Enum):
+    """Where a decode rank's attempt stands on this prefill rank."""
+
+    WAITING = "waiting"
+    SENDING = "sending"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+SENDING_MOVES = {
+    SendingState.WAITING: {SendingState.SENDING, SendingState.STOPPING, SendingState.ENDED},
+    SendingState.SENDING: {SendingState.WAITING, SendingState.STOPPING, SendingState.ENDED},
+    SendingState.STOPPING: {SendingState.ENDED},
+    SendingState.ENDED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """A prompt on this rank: how far it is settled, and which blocks hold it."""
+
+    number: int
+    request: str
+    match: Match
+    blocks: list[Blocks] = field(default_factory=list)
+    settled: int = 0
+    pin: int = -1
+    last: bool = False  # prefill is complete
+    finished: float | None = None  # when the request left the engine with its prompt complete
+    gone: bool = False  # preempted or ended: its blocks are not to be read any more
+    writes: int = 0  # WRITEs in flight that read its blocks
+    sendings: set[Sending] = field(default_factory=set)
+    served: set[tuple[str, int]] = field(default_factory=set)  # decode ranks that are done
+    sharers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One WRITE in flight: which tokens, from which source, by which way."""
+
+    start: int
+    stop: int
+    source: Source
+    generation: int  # ours
+    agent: AgentName  # theirs
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """One decode rank's attempt: what it asked for and what was posted and has landed."""
+
+    link: Link
+    register: Register
+    blocks: tuple[Blocks, ...]
+    grain: int  # token multiple at which the transfer may be cut
+    most: int  # tokens per WRITE
+    began: float
+    expires: float
+    state: SendingState = SendingState.WAITING
+    source: Source | None = None
+    posted: RangeSet = field(default_factory=RangeSet)
+    landed: RangeSet = field(default_factory=RangeSet)
+    writes: dict[WriteId, Write] = field(default_factory=dict)  # in flight
+    broken: bool = False  # a WRITE failed half way: quiet only when fenced
+    cancelled: bool = False  # the decode rank waits for `Cancelled`
+    matched: float = 0.0
+    soon: bool = False
+    reason: str = ""  # why it failed
+    repeat_at: float = 0.0  # when the failure is to be told again
+
+    def move(self, state: SendingState) -> None:
+        if state not in SENDING_MOVES[self.state]:
+            raise ProtocolError(f"sending {self.register.attempt}: {self.state} -> {state}")
+        self.state = state
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.link.id, self.register.attempt
+
+    @property
+    def complete(self) -> bool:
+        return self.landed.covers(self.register.start, self.register.stop)
+
+    @property
+    def quiet(self) -> bool:
+        return not self.writes and not self.broken
+
+    def next_piece(self) -> tuple[int, int] | None:
+        """The next tokens to post, or None if nothing is settled that was not posted.
+
+        Cut at multiples of the grain, so that every block travels whole and in one WRITE,
+        except at the registration's own ends.
+        """
+        if self.state is not SendingState.SENDING or self.source is None:
+            return None
+        stop = self.register.stop
+        start, end = self.posted.first_gap(self.register.start, min(stop, self.source.settled))
+        end = min(end, (start + self.most) // self.grain * self.grain)
+        if end < stop:
+            end = end // self.grain * self.grain
+        return (start, end) if start < end else None
+
+
+class Sources:
+    """The prompts of this rank, by number and by what a registration may call them."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Source] = {}
+        self._by_key: dict[tuple[str, ...], dict[int, Source]] = {}
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(list(self._by_number.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def get(self, number: int) -> Source | None:
+        return self._by_number.get(number)
+
+    def add(self, source: Source) -> None:
+        self._by_number[source.number] = source
+        for key in keys(source.match):
+            self._by_key.setdefault(key, {})[source.number] = source
+
+    def hide(self, source: Source) -> None:
+        """No registration finds it any more."""
+        for key in keys(source.match):
+            entries = self._by_key.get(key, {})
+            entries.pop(source.number, None)
+            if not entries:
+                self._by_key.pop(key, None)
+
+    def remove(self, source: Source) -> bool:
+        """Forget it; False if that was done before."""
+        self.hide(source)
+        return self._by_number.pop(source.number, None) is not None
+
+    def find(self, wanted: Match, link: Link) -> Source | None:
+        """Among equal prompts, prefer the same request, then one this rank does not use yet."""
+        found = [
+            source
+            for key in keys(wanted)
+            for source in self._by_key.get(key, {}).values()
+            if matches(wanted, source.match)
+        ]
+        return min(
+            found,
+            key=lambda source: (
+                source.match.base != wanted.base,
+                (link.engine, link.rank) in source.served
+                or any(other.link is link for other in source.sendings),
+                source.number,
+            ),
+            default=None,
+        )
+
+
+def keys(match: Match) -> list[tuple[str, ...]]:
+    """Index keys of a prompt: by dispatch, and by request id."""
+    digest = match.fingerprint.hex()
+    named = []
+    if match.transfer:
+        named.append(("transfer", match.transfer, digest))
+    if match.base:
+        named.append(("base", match.base, digest))
+    return named
+
+
+def matches(wanted: Match, offered: Match) -> bool:
+    """Whether a registration means this prompt.
+
+    The router's id decides if both legs carry one, so that a retry never meets the prompt of
+    an earlier dispatch; else the request id does. The prompt itself must be the same.
+    """
+    if (wanted.fingerprint, wanted.tokens) != (offered.fingerprint, offered.tokens):
+        return False
+    if wanted.transfer and offered.transfer:
+        return wanted.transfer == offered.transfer
+    return bool(wanted.base) and wanted.base == offered.base
+
+
+def extend(groups: list[Blocks], group: int, first: int, ids: list[int]) -> None:
+    """Append newly settled blocks to a source's list, or replace it if they do not follow."""
+    added = np.asarray(ids, dtype=np.int32)
+    if group >= len(groups):
+        groups.append(Blocks(first, added))
+    elif first == groups[group].first + groups[group].ids.size:
+        groups[group] = Blocks(groups[group].first, np.concatenate([groups[group].ids, added]))
+    elif added.size:
+        groups[group] = Blocks(first, added)
+
+
+def bytes_per_token(geometry: Geometry) -> int:
+    """Bytes that one token takes on one rank, over all groups and layers."""
+    total = 0
+    for group in geometry.groups:
+        for plane in group.planes:
+            if plane.page_bytes:
+                total += plane.page_bytes // group.page_tokens
+            else:
+                total += plane.width * geometry.element_bytes * max(1, len(group.heads))
+    return total
+
+
+class EndedAttempts:
+    """Attempts of one decode engine incarnation that are over, in bounded memory.
+
+    A late copy of their `Register` must not revive them. Past the bound the lower half of the
+    numbers counts as over altogether; attempts that are still live are looked up first.
+    """
+
+    LIMIT = 4096
+
+    def __init__(self) -> None:
+        self._over = RangeSet()
+
+    def add(self, attempt: int) -> None:
+        self._over.add(attempt, attempt + 1)
+        ranges = list(self._over)
+        if len(ranges) > self.LIMIT:
+            self._over.add(0, ranges[len(ranges) // 2][1])
+
+    def __contains__(self, attempt: int) -> bool:
+        return self._over.covers(attempt, attempt + 1)

@@ -1,0 +1,59 @@
+"""Sets of token ranges.
+
+What has been posted and what has arrived are sets, never counters: a repeated or reordered
+notification cannot complete a transfer (promise 3).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+
+class RangeSet:
+    """A set of integers kept as sorted, disjoint, non-touching half-open ranges."""
+
+    __slots__ = ("_starts", "_stops")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, start: int, stop: int) -> None:
+        """Insert [start, stop); empty ranges are ignored."""
+        if start >= stop:
+            return
+        low = bisect_left(self._stops, start)
+        high = bisect_right(self._starts, stop)
+        if low < high:
+            start = min(start, self._starts[low])
+            stop = max(stop, self._stops[high - 1])
+        self._starts[low:high] = [start]
+        self._stops[low:high] = [stop]
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether every integer of [start, stop) is in the set."""
+        if start >= stop:
+            return True
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and self._stops[index] >= stop
+
+    def first_gap(self, start: int, stop: int) -> tuple[int, int]:
+        """The first maximal range of [start, stop) that is not in the set; (stop, stop) if none."""
+        index = bisect_right(self._starts, start) - 1
+        if index >= 0 and self._stops[index] > start:
+            start = self._stops[index]
+        if start >= stop:
+            return stop, stop
+        index = bisect_right(self._starts, start)
+        return start, min(stop, self._starts[index] if index < len(self._starts) else stop)
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether any integer of [start, stop) is in the set."""
+        return self.first_gap(start, stop) != (start, stop) and start < stop
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(zip(self._starts, self._stops, strict=True))
+
+    def __repr__(self) -> str:
+        return "RangeSet(" + ", ".join(f"{a}..{b}" for a, b in self) + ")"

@@ -1,0 +1,181 @@
+"""The decode side's way to a prefill engine: who answers there, and a link to each rank needed.
+
+    (unknown) --wanted--> FINDING --both listeners answered--> GREETING --all welcomed--> READY
+                             |                                    |                         |
+                             +------------- refused, silent ------+------ a link is lost ---+--> (unknown)
+
+A route that ends takes no blame with it: the next request asks again, which is how a prefill
+engine that was restarted on the same port is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from neuron_push.errors import PlanError
+from neuron_push.plan import Ask, assign
+from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, Welcome
+from neuron_push.rendezvous.events import EngineFound, FindEngine, Greet, Load
+from neuron_push.rendezvous.links import Context, Link, Links, generation_of
+from neuron_push.transport import AgentName
+
+Verdict = tuple[list[int], list[Link] | str]  # attempts, and their links or the reason
+
+
+@dataclass(slots=True, eq=False)
+class Greeting:
+    """A hello on its way to one prefill rank."""
+
+    link: int
+    peer: RankInfo
+    hello: Hello
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """Everything known about the way to one prefill engine."""
+
+    address: Address
+    began: float
+    engine: str = ""
+    ready: bool = False
+    waiting: list[int] = field(default_factory=list)  # attempts
+    greetings: dict[int, Greeting] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+
+
+class Routes:
+    """All routes of a decode rank, by the prefill engine's side-channel address."""
+
+    def __init__(self, context: Context, links: Links) -> None:
+        self._context = context
+        self._links = links
+        self._routes: dict[Address, Route] = {}
+
+    def want(self, attempt: int, address: Address, engine: str, now: float) -> Verdict | None:
+        """Ask for links for an attempt; answers at once if the route is ready."""
+        route = self._routes.get(address)
+        if route is None:
+            route = self._routes[address] = Route(address, now)
+            self._context.act(FindEngine(address))
+        if not route.ready:
+            route.waiting.append(attempt)
+            return None
+        if engine and route.engine != engine:
+            # The router may know of a restart that this route has not noticed yet.
+            del self._routes[address]
+            fresh = self._routes[address] = Route(address, now, waiting=[attempt])
+            fresh.links = []
+            self._context.act(FindEngine(address))
+            return None
+        return [attempt], route.links
+
+    def engine_at(self, address: Address) -> str:
+        """The engine id found at an address, or "" if that is not known."""
+        route = self._routes.get(address)
+        return route.engine if route else ""
+
+    def found(self, event: EngineFound, now: float) -> Verdict | None:
+        """Both engines' listings are here: decide which ranks are needed and greet them."""
+        route = self._routes.get(event.address)
+        if route is None or route.engine:
+            return None
+        context, me = self._context, self._context.identity
+        theirs, ours = event.info, event.own
+        differences = theirs.semantics.differences(me.semantics)
+        if differences:
+            return self._fail(route, "the engines differ: " + "; ".join(differences))
+        if theirs.role == "consumer":
+            return self._fail(route, f"engine {theirs.engine} is a decode engine (kv_consumer)")
+        if len(theirs.ranks) < theirs.world:
+            return self._fail(
+                route, f"{len(theirs.ranks)} of {theirs.world} ranks of {theirs.engine} are up"
+            )
+        try:
+            asks = assign(me.geometry, [rank.geometry for rank in theirs.ranks])
+            sharers = _sharers(theirs, ours)
+        except PlanError as error:
+            return self._fail(route, str(error))
+        route.engine = theirs.engine
+        for rank, ask, number in zip(theirs.ranks, asks, sharers, strict=True):
+            if ask is None:
+                continue
+            link = self._links.new_id()
+            hello = Hello(
+                me.engine, me.rank, me.incarnation, link, me.semantics, me.geometry,
+                context.agent, context.metadata, ask.heads, max(1, number),
+            )  # fmt: skip
+            route.greetings[link] = Greeting(link, rank, hello)
+            context.act(Greet(link, rank.address, hello))
+        return self._check_ready(route, now)
+
+    def missing(self, address: Address, reason: str) -> Verdict | None:
+        route = self._routes.get(address)
+        return self._fail(route, reason) if route and not route.ready else None
+
+    def greeted(self, link: int, answer: Welcome | Refusal, now: float) -> Verdict | None:
+        """A prefill rank answered; the route is ready when all have."""
+        route = next((r for r in self._routes.values() if link in r.greetings), None)
+        if route is None:
+            return None
+        greeting = route.greetings[link]
+        if isinstance(answer, Refusal):
+            name = f"prefill rank {greeting.peer.rank}"
+            return self._fail(route, f"{name} refused: {answer.reason}")
+        context = self._context
+        if greeting.hello.agent != context.agent:
+            # Our agent was replaced while the hello travelled: greet again with the new one.
+            del route.greetings[link]
+            self._greet_again(route, greeting)
+            return None
+        del route.greetings[link]
+        agent = AgentName(answer.agent)
+        opened = Link(
+            link, "prefill", answer.engine, answer.rank, answer.incarnation, agent,
+            answer.metadata, greeting.peer.geometry, context.generation, heard=now,
+            since=generation_of(agent), hello=link,
+        )  # fmt: skip
+        self._links.add(opened)
+        route.links.append(opened)
+        context.act(Load(context.generation, agent, answer.metadata))
+        return self._check_ready(route, now)
+
+    def lost(self, link: Link, reason: str) -> Verdict | None:
+        """A link of a route is lost: the route starts over with the next request."""
+        route = next((r for r in self._routes.values() if link in r.links), None)
+        return self._fail(route, reason) if route else None
+
+    def _greet_again(self, route: Route, greeting: Greeting) -> None:
+        context, link = self._context, self._links.new_id()
+        old = greeting.hello
+        hello = Hello(
+            old.engine, old.rank, old.incarnation, link, old.semantics, old.geometry,
+            context.agent, context.metadata, old.ask, old.sharers,
+        )  # fmt: skip
+        route.greetings[link] = Greeting(link, greeting.peer, hello)
+        context.act(Greet(link, greeting.peer.address, hello))
+
+    def _check_ready(self, route: Route, now: float) -> Verdict | None:
+        if route.greetings:
+            return None
+        route.ready = True
+        self._context.count("handshake_seconds", now - route.began)
+        waiting, route.waiting = route.waiting, []
+        return waiting, route.links
+
+    def _fail(self, route: Route, reason: str) -> Verdict:
+        self._routes.pop(route.address, None)
+        if route.waiting:
+            self._context.count("handshake_failures")
+        return route.waiting, reason
+
+
+def _sharers(theirs: EngineInfo, ours: EngineInfo) -> list[int]:
+    """For each prefill rank, how many of our engine's ranks ask it for anything."""
+    sources = [rank.geometry for rank in theirs.ranks]
+    counts = [0] * len(sources)
+    for rank in ours.ranks:
+        asks: list[Ask | None] = assign(rank.geometry, sources)
+        for index, ask in enumerate(asks):
+            counts[index] += ask is not None
+    return counts
