@@ -155,7 +155,9 @@ def bind(
     Raises:
         PlanError: a copy would leave its region. Every range is covered by the check.
     """
-    ours, theirs = np.empty((copies.count, 3), np.uint64), np.empty((copies.count, 3), np.uint64)
+    # One allocation for both: freed and asked for again in one piece, it stays in malloc's heap,
+    # where two of 1.5 MB go back to the kernel each time and cost 1.5 ms of page faults.
+    ours, theirs = np.empty((2, copies.count, 3), np.uint64)
     tables = _table(source), _table(destination)
     row = 0
     for part in copies.parts:
@@ -200,7 +202,8 @@ def _fill(
             f"{regions[bad]}, which has {limit[bad]}"
         )
     cells = out.view(np.int64).reshape(len(lanes), len(offsets), 3)
-    np.add((base + lanes)[:, None], offsets, out=cells[:, :, 0])
+    # Through a dense temporary: adding straight into every third word is four times slower.
+    cells[:, :, 0] = (base + lanes)[:, None] + offsets
     cells[:, :, 1] = lengths
     cells[:, :, 2] = device[:, None]
 

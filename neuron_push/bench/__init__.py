@@ -1,0 +1,1 @@
+"""Measurements that print ratios against a baseline of the same run."""
