@@ -1,0 +1,15 @@
+"""The side channel: short questions and answers over TCP, through ZeroMQ.
+
+`Server` and `Client` belong to one thread each and never block it; `Listener` brings a thread
+of its own. Questions are answered in one frame or not at all, each over a connection of its
+own, so an answer needs no number to be told from others.
+
+Nothing here is authenticated: whoever reaches the port may ask. Listen on addresses of a
+trusted network only; the default is loopback.
+"""
+
+from neuron_push.sidechannel.client import MAX_QUESTIONS, Client, ask, ask_async
+from neuron_push.sidechannel.listener import Listener
+from neuron_push.sidechannel.server import Request, Server
+
+__all__ = ["MAX_QUESTIONS", "Client", "Listener", "Request", "Server", "ask", "ask_async"]

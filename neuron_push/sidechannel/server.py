@@ -1,0 +1,91 @@
+"""Answers questions at one address."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from neuron_push.errors import PeerError, ProtocolError
+from neuron_push.protocol import (
+    MAX_SIDE_CHANNEL,
+    Address,
+    Refusal,
+    SideChannelMessage,
+    clip,
+    decode_side_channel,
+    encode,
+)
+from neuron_push.sidechannel.sockets import bind, limit
+
+__all__ = ["Request", "Server"]
+
+logger = logging.getLogger(__name__)
+
+# Requests that one `Server.poll` takes, so that its caller returns to its other work.
+_REQUESTS_PER_POLL: Final = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """A well-formed message that waits for `answer`."""
+
+    message: SideChannelMessage
+    _identity: bytes
+    _socket: zmq.Socket[bytes]
+
+    def answer(self, message: SideChannelMessage) -> None:
+        """Send the one answer. If the asker has left, nothing happens."""
+        frame = encode(message)
+        if len(frame) > MAX_SIDE_CHANNEL:
+            raise ProtocolError(f"an answer of {len(frame)} bytes exceeds {MAX_SIDE_CHANNEL}")
+        _reply(self._socket, self._identity, frame)
+
+
+class Server:
+    """Answers questions at one address. Belongs to the thread that opened it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        # Frames that were not well-formed messages of this version, each answered by a Refusal.
+        self.rejected = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        limit(self.socket)
+        try:
+            bound = bind(self.socket, host, port)
+        except BaseException:
+            self.close()
+            raise
+        self.address = Address(host, bound)
+
+    def poll(self) -> list[Request]:
+        """Take what has arrived, without waiting."""
+        requests: list[Request] = []
+        for _ in range(_REQUESTS_PER_POLL):
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                if len(frames) != 1:
+                    raise PeerError(f"a message has one frame, not {len(frames)}")
+                message = decode_side_channel(frames[0])
+            except PeerError as error:
+                self.rejected += 1
+                _reply(self.socket, identity, encode(Refusal(clip(str(error)))))
+            else:
+                requests.append(Request(message, identity, self.socket))
+        return requests
+
+    def close(self) -> None:
+        """Stop listening; the port is free after return. Idempotent."""
+        self._context.destroy(linger=0)
+
+
+def _reply(router: zmq.Socket[bytes], identity: bytes, frame: bytes) -> None:
+    try:
+        router.send_multipart([identity, frame], zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        logger.debug("an answer could not be sent: %s", error)

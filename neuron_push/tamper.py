@@ -1,0 +1,113 @@
+"""A deliberate fault: every WRITE carries one wrong byte.
+
+"Token-exact" means something only if a wrong byte shows. The byte is wrong on its way: it is
+taken from a scratch page beside the KV cache, so the source's own cache stays right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from neuron_push.errors import ConfigError, TransportError
+from neuron_push.geometry import Region
+from neuron_push.transport import (
+    AgentName,
+    Descriptors,
+    Transport,
+    TransportFactory,
+    WriteId,
+    WriteState,
+)
+
+__all__ = ["Tampering"]
+
+_PAGE: Final = 4096
+# WRITEs that may be in flight at once, each with a page of its own.
+_PAGES: Final = 256
+
+
+class Tampering:
+    """Wraps a transport factory over host memory."""
+
+    def __init__(self, plain: TransportFactory) -> None:
+        self._plain = plain
+
+    def __call__(self, name: AgentName, regions: Sequence[Region]) -> Transport:
+        if any(region.memory != "DRAM" for region in regions):
+            raise ConfigError('fault "tamper" works on host memory only')
+        scratch = np.zeros((_PAGES, _PAGE), np.uint8)
+        extra = Region(base=scratch.ctypes.data, length=scratch.nbytes, memory="DRAM", device=0)
+        return _Tampered(self._plain(name, [*regions, extra]), scratch)
+
+
+class _Tampered:
+    def __init__(self, inner: Transport, scratch: np.ndarray) -> None:
+        self._inner = inner
+        self._scratch = scratch
+        self._free = list(range(_PAGES))
+        # Page that each WRITE in flight reads its first bytes from.
+        self._pages: dict[WriteId, int] = {}
+
+    @property
+    def name(self) -> AgentName:
+        return self._inner.name
+
+    def metadata(self) -> bytes:
+        return self._inner.metadata()
+
+    def add_peer(self, metadata: bytes) -> AgentName:
+        return self._inner.add_peer(metadata)
+
+    def remove_peer(self, peer: AgentName) -> None:
+        self._inner.remove_peer(peer)
+
+    def notify(self, peer: AgentName, payload: bytes) -> None:
+        self._inner.notify(peer, payload)
+
+    def notifications(self) -> list[tuple[AgentName, bytes]]:
+        return self._inner.notifications()
+
+    def post(
+        self,
+        write: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+        payload: bytes,
+    ) -> None:
+        if not self._free:
+            raise TransportError(f"more than {_PAGES} tampered WRITEs in flight")
+        page = self._pages[write] = self._free.pop()
+        length = min(int(source[0, 1]), _PAGE)
+        scratch = self._scratch[page]
+        ctypes.memmove(scratch.ctypes.data, int(source[0, 0]), length)
+        scratch[length // 2] ^= 0xFF
+        head = np.array([[scratch.ctypes.data, length, 0]], np.uint64)
+        source = np.concatenate([head, _without_head(source, length)])
+        device = destination[0, 2]
+        head = np.array([[destination[0, 0], length, device]], np.uint64)
+        destination = np.concatenate([head, _without_head(destination, length)])
+        self._inner.post(write, peer, source, destination, memory, payload)
+
+    def poll(self, write: WriteId) -> WriteState:
+        state = self._inner.poll(write)
+        # A page of a WRITE that failed stays taken: its bytes may still be read.
+        if state == "done":
+            self._free.append(self._pages.pop(write))
+        return state
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _without_head(rows: Descriptors, length: int) -> Descriptors:
+    """The rows without the first `length` bytes of the first one."""
+    rest = rows.copy()
+    rest[0, 0] += np.uint64(length)
+    rest[0, 1] -= np.uint64(length)
+    return rest if rest[0, 1] else rest[1:]
