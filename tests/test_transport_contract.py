@@ -83,7 +83,7 @@ class Pair:
         self.network = network
         serial = next(_serial)
         self.source, self.target = network.memory(nbytes), network.memory(nbytes)
-        network.view(self.source)[:] = np.arange(nbytes) % 251
+        network.view(self.source)[:] = np.resize(np.arange(251, dtype=np.uint8), nbytes)
         self.p = network.open(f"p/0/{serial}/1", self.source)
         self.d = network.open(f"d/0/{serial}/1", self.target)
         self.to_d = self.p.add_peer(self.d.metadata())

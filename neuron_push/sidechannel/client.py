@@ -96,7 +96,7 @@ class Client:
             dealer.connect(f"tcp://{where}")
             dealer.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            _close(dealer)
+            _close(dealer, monitor)
             raise TransportError(f"cannot ask {where}: {error}") from error
         self._questions[key] = _Question(key, where, now + timeout, timeout, dealer, monitor)
 
@@ -111,7 +111,7 @@ class Client:
             outcome = _outcome(question, now)
             if outcome is not None:
                 del self._questions[question.key]
-                _close(question.socket)
+                _close(question.socket, question.monitor)
                 ended.append((question.key, outcome))
         return ended
 
@@ -119,7 +119,7 @@ class Client:
         """Drop a question; it will not appear in `poll`."""
         question = self._questions.pop(key, None)
         if question is not None:
-            _close(question.socket)
+            _close(question.socket, question.monitor)
 
     def close(self) -> None:
         """Drop all questions. Idempotent."""
@@ -224,6 +224,7 @@ def _both(question: _Question) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     return question.socket, question.monitor
 
 
-def _close(dealer: zmq.Socket[Any]) -> None:
+def _close(dealer: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
     dealer.disable_monitor()
+    monitor.close(linger=0)
     dealer.close(linger=0)
