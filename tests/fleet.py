@@ -1,0 +1,167 @@
+"""Glue of the plan tests: engines made of oracle caches, and their geometries."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from neuron_push import layouts
+from neuron_push.geometry import Geometry, Group, Region
+from neuron_push.plan import Ask, Blocks, assign, bind, pair
+from tests import oracle
+
+ELEMENT = 4
+
+
+def region_of(store):
+    return Region(store.data_ptr(), store.numel() * store.element_size(), "DRAM", 0)
+
+
+def planes_of(cache, first_region=0):
+    """What the accelerator plug-in of each framework would say about its tensors."""
+    planes = []
+    for layer in cache.layers:
+        store = cache.store_of(layer)
+        where = layouts.Place(layer, first_region + store, cache.stores[store].data_ptr())
+        view = layouts.View.of(cache.tensors[layer])
+        match cache.layout:
+            case "neuron":
+                planes += layouts.split_first(view, where)
+            case "nhd" | "old_hnd":
+                planes += layouts.split_first(view, where, axes="NHD")
+            case "vec":
+                planes += layouts.cpu_attn_vec(view, where)
+            case "amx":
+                planes += layouts.cpu_attn_opaque(view, where, isa="amx")
+            case "mla":
+                planes += layouts.mla(view, where)
+            case _:
+                planes += layouts.interleaved(view, where)
+    return tuple(planes)
+
+
+def group_of(cache, block_tokens, kind="full", first_region=0, window=0):
+    per_block = block_tokens // cache.tokens
+    kind = "mla" if cache.layout == "mla" else kind
+    planes = planes_of(cache, first_region)
+    return Group(
+        kind, block_tokens, cache.tokens, cache.pages // per_block, cache.heads, planes, window
+    )
+
+
+def geometry_of(cache, block_tokens, kind="full"):
+    regions = tuple(map(region_of, cache.stores))
+    return Geometry(regions, (group_of(cache, block_tokens, kind),), ELEMENT)
+
+
+@dataclass
+class Engine:
+    """Ranks of one engine; every rank uses the same block list."""
+
+    caches: list
+    block_tokens: int
+    blocks: list
+    first: int = 0
+    kind: str = "full"
+
+    @property
+    def geometries(self):
+        return [geometry_of(cache, self.block_tokens, self.kind) for cache in self.caches]
+
+    @property
+    def lists(self):
+        return [Blocks(self.first, np.array(self.blocks, np.int32))]
+
+
+def heads_of(rank, degree, heads):
+    """KV heads of one tensor-parallel rank; ranks beyond the heads hold replicas."""
+    if degree >= heads:
+        return [rank * heads // degree]
+    share = heads // degree
+    return list(range(rank * share, (rank + 1) * share))
+
+
+def engine(
+    layout,
+    *,
+    tokens,
+    per_block=1,
+    blocks,
+    spare=0,
+    degree=1,
+    stages=1,
+    layers=2,
+    heads=2,
+    width=3,
+    kind="full",
+    first=0,
+):
+    """An engine whose pool has room for `blocks` and `spare` more."""
+    if layout == "mla":
+        heads = 1
+    pages = (max(blocks, default=0) + 1 + spare) * per_block
+    caches = [
+        oracle.Cache(
+            layout,
+            range(stage * layers // stages, (stage + 1) * layers // stages),
+            heads_of(rank, degree, heads),
+            pages,
+            tokens,
+            width,
+        )
+        for stage in range(stages)
+        for rank in range(degree)
+    ]
+    return Engine(caches, tokens * per_block, list(blocks), first, kind)
+
+
+def rows(copies):
+    return np.column_stack(
+        (
+            copies.source_region,
+            copies.source_offset,
+            copies.destination_region,
+            copies.destination_offset,
+            copies.length,
+        )
+    ).tolist()
+
+
+def push(prefill, decode, start, stop, *, min_run=1, spoil=lambda geometry: geometry):
+    """Plan and replay all pairs; returns the copies of each. `spoil` may falsify decode."""
+    done = []
+    sources = prefill.geometries
+    for seat, (cache, true) in enumerate(zip(decode.caches, decode.geometries, strict=True)):
+        destination = spoil(true)
+        written = [np.zeros(len(memory), np.uint8) for memory in cache.memory()]
+        for rank, ask in enumerate(assign(destination, sources, seat=seat)):
+            if ask is None:
+                continue
+            plan = pair(sources[rank], destination, ask, min_run=min_run)
+            copies = plan.copies(start, stop, prefill.lists, decode.lists)
+            check_binding(copies, sources[rank], destination)
+            oracle.replay(prefill.caches[rank].memory(), cache.memory(), rows(copies), written)
+            done.append(copies)
+        assert max((int(count.max()) for count in written if len(count)), default=0) <= 1
+    return done
+
+
+def check_binding(copies, source, destination):
+    """The addresses are the offsets from each region's base, in the same order."""
+    read, written = bind(copies, source, destination)
+    bases = np.array([region.base for region in source.regions], np.int64)
+    assert (read[:, 0].astype(np.int64) == bases[copies.source_region] + copies.source_offset).all()
+    bases = np.array([region.base for region in destination.regions], np.int64)
+    addresses = bases[copies.destination_region] + copies.destination_offset
+    assert (written[:, 0].astype(np.int64) == addresses).all()
+    assert (read[:, 1] == written[:, 1]).all() and (read[:, 1] == copies.length).all()
+    assert copies.nbytes == int(copies.length.sum()) and copies.count == len(copies.length)
+
+
+def everything(geometry):
+    return Ask(tuple(group.heads for group in geometry.groups))
+
+
+def one_pair(prefill, decode, *, min_run=1):
+    """The plan between the first ranks for all heads of decode."""
+    source, destination = prefill.geometries[0], decode.geometries[0]
+    return pair(source, destination, everything(destination), min_run=min_run)
