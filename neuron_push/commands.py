@@ -60,6 +60,12 @@ class Offer(_Record, frozen=True):
     match: Match
 
 
+class Near(_Record, frozen=True):
+    """Prefill: the last tokens of `source` are about to be computed; who waits may look sharp."""
+
+    source: int
+
+
 class Settle(_Record, frozen=True):
     """Prefill: with this step's fence, tokens [0, stop) of `source` are settled.
 
@@ -89,7 +95,7 @@ class Retire(_Record, frozen=True):
     reason: str = ""
 
 
-Command = Union[Receive, Abandon, Offer, Settle, Retire]
+Command = Receive | Abandon | Offer | Near | Settle | Retire
 
 
 class Received(_Record, frozen=True):

@@ -93,6 +93,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     idle_poll: Seconds = 0.015
     """Polling period of the transfer thread when nothing is expected."""
 
+    waiting_poll: Seconds = 0.004
+    """Polling period while transfers wait for the other engine."""
+
     announced_poll: Seconds = 0.001
     """Polling period when a peer has said that data is about to arrive."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from neuron_push.commands import Abandon, Offer, Receive, Retire, Settle
+from neuron_push.commands import Abandon, Near, Offer, Receive, Retire, Settle
 from neuron_push.config import Config
 from neuron_push.errors import PlanError, ProtocolError
 from neuron_push.geometry import check
@@ -70,6 +70,7 @@ class Core:
             Receive: self._receive,
             Abandon: lambda event, now: self.consumer.abandon(event, now),
             Offer: lambda event, now: self.producer.offer(event, now),
+            Near: lambda event, now: self.producer.near(event),
             Settle: lambda event, now: self.producer.settle(event),
             Retire: lambda event, now: self.producer.retire(event, now),
             Opened: lambda event, now: self.generations.on_opened(event, now),

@@ -61,6 +61,7 @@ class Source:
     blocks: list[Blocks] = field(default_factory=list)
     settled: int = 0
     pin: int = -1
+    near: bool = False  # its last tokens are being computed
     last: bool = False  # prefill is complete
     finished: float | None = None  # when the request left the engine with its prompt complete
     gone: bool = False  # preempted or ended: its blocks are not to be read any more
@@ -194,7 +195,7 @@ class Sources:
 def keys(match: Match) -> list[tuple[str, ...]]:
     """Index keys of a prompt: by dispatch, and by request id."""
     digest = match.fingerprint.hex()
-    named = []
+    named: list[tuple[str, ...]] = []
     if match.transfer:
         named.append(("transfer", match.transfer, digest))
     if match.base:

@@ -92,7 +92,7 @@ class Routes:
                 route, f"{len(theirs.ranks)} of {theirs.world} ranks of {theirs.engine} are up"
             )
         try:
-            asks = assign(me.geometry, [rank.geometry for rank in theirs.ranks])
+            asks = assign(me.geometry, [r.geometry for r in theirs.ranks], seat=me.rank)
             sharers = _sharers(theirs, ours)
         except PlanError as error:
             return self._fail(route, str(error))
@@ -175,7 +175,7 @@ def _sharers(theirs: EngineInfo, ours: EngineInfo) -> list[int]:
     sources = [rank.geometry for rank in theirs.ranks]
     counts = [0] * len(sources)
     for rank in ours.ranks:
-        asks: list[Ask | None] = assign(rank.geometry, sources)
+        asks: list[Ask | None] = assign(rank.geometry, sources, seat=rank.rank)
         for index, ask in enumerate(asks):
             counts[index] += ask is not None
     return counts

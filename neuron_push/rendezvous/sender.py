@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import count
 
-from neuron_push.commands import Offer, Retire, Settle, Unpinned
+from neuron_push.commands import Near, Offer, Retire, Settle, Unpinned
 from neuron_push.errors import PeerError, PlanError
 from neuron_push.plan import Blocks, decode_runs
 from neuron_push.protocol import (
@@ -76,6 +76,14 @@ class Producer:
             waits = sending.state is SendingState.WAITING
             if waits and matches(sending.register.match, command.match):
                 self._match(sending, now)
+
+    def near(self, command: Near) -> None:
+        """The last tokens are about to be computed: tell those who wait to look sharp."""
+        source = self.sources.get(command.source)
+        if source is not None:
+            source.near = True
+            for sending in source.sendings:
+                self._announce(sending)
 
     def settle(self, command: Settle) -> None:
         """More tokens of a source are settled: their bytes may be read."""
@@ -271,8 +279,10 @@ class Producer:
         self._context.count("match_seconds", now - sending.began)
         if sending.complete:
             self._end(sending)
-        else:
-            self._advance(sending)
+            return
+        if source.near:
+            self._announce(sending)
+        self._advance(sending)
 
     def _advance(self, sending: Sending) -> None:
         """Post what is settled and not posted, up to the WRITEs allowed in flight."""
@@ -282,13 +292,17 @@ class Producer:
                 return
             self._post(sending, *piece)
 
+    def _announce(self, sending: Sending) -> None:
+        """Say once that bytes are about to arrive."""
+        if not sending.soon:
+            sending.soon = True
+            self._context.send(sending.link, Soon(sending.register.attempt))
+
     def _post(self, sending: Sending, start: int, stop: int) -> None:
         link, source, attempt = sending.link, sending.source, sending.register.attempt
         assert source is not None and link.plan is not None
         number = WriteId(next(self._write_ids))
-        if not sending.soon:
-            sending.soon = True
-            self._context.send(link, Soon(attempt))
+        self._announce(sending)
         sending.posted.add(start, stop)
         sending.writes[number] = Write(start, stop, source, link.generation, link.agent)
         self._by_write[number] = sending
@@ -330,6 +344,7 @@ class Producer:
                 sending.move(SendingState.WAITING)
                 sending.source = None
                 source.sendings.discard(sending)
+                self._match(sending, now)  # it may have been offered again already
         if not again and source.match.transfer:
             # Only router-given ids are unique enough to remember how they ended.
             self._epitaphs[keys(source.match)[0]] = reason

@@ -1,0 +1,257 @@
+"""The transfer thread: the one owner of NIXL, sockets and sessions in a worker process.
+
+The main loop appends commands and takes reports; neither call waits for the thread. A
+failure inside one session becomes that session's failure; if the thread itself cannot go on
+it says so, fails what is pending and keeps every pin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+import zmq
+
+from neuron_push.accelerator import Fence
+from neuron_push.commands import (
+    Abandon,
+    Command,
+    Offer,
+    Receive,
+    ReceiveFailed,
+    Report,
+    Retire,
+    Settle,
+)
+from neuron_push.config import Config
+from neuron_push.errors import TransportError
+from neuron_push.protocol import Address
+from neuron_push.rendezvous import Core, Identity
+from neuron_push.rendezvous.events import Action, Event, Notified, Open, Unreachable
+from neuron_push.transfer.driver import Driver
+from neuron_push.transfer.tally import Tally
+from neuron_push.transport import TransportFactory
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.005
+# While a WRITE is in flight: look again at once some times, then sleep ever longer.
+EAGER = 20
+LONGEST_BUSY_SLEEP = 0.0002
+# Progress calls per wake-up while bytes arrive, so that a socket is emptied and not sipped.
+BURST = 16
+
+
+class TransferThread:
+    """Runs one rank's core against real time and a real transport."""
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        open_transport: TransportFactory,
+        listener: Address,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = Tally()
+        self._config = config
+        self._identity = identity
+        self._clock = clock
+        self._core = Core(config, identity)
+        self._make_driver = lambda: Driver(
+            config, identity, open_transport, listener, self.tally, self._tell
+        )
+        self._commands: deque[Command] = deque()
+        # Prefill commands in order, each behind the fence of the step that made it true.
+        self._fenced: deque[tuple[Fence | None, tuple[Command, ...]]] = deque()
+        self._reports: list[Report] = []
+        self._news = threading.Condition()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._asleep = False
+        self._stop = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="neuron-push", daemon=True)
+        self._ready: Future[Address] = Future()
+
+    # ------------------------------------------------------------------ main loop's side
+
+    def start(self, timeout: float = 120.0) -> Address:
+        """Start, wait until memory is registered; returns this rank's side-channel address."""
+        self._thread.start()
+        return self._ready.result(timeout)
+
+    def submit(self, commands: Iterable[Command], fence: Fence | None = None) -> None:
+        """Hand commands over; those of the prefill side take effect when `fence` is done."""
+        prefill: list[Command] = []
+        for command in commands:
+            if isinstance(command, Receive | Abandon):
+                self._commands.append(command)
+            else:
+                prefill.append(command)
+        if prefill:
+            self._fenced.append((fence, tuple(prefill)))
+        if self._asleep:
+            os.eventfd_write(self._wake, 1)
+
+    def take(self) -> list[Report]:
+        """Reports since the last call, in order."""
+        if not self._reports:  # a torn read only postpones a report to the next step
+            return []
+        with self._news:
+            reports, self._reports = self._reports, []
+        return reports
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for a report, at most `timeout` seconds; whether there is one."""
+        with self._news:
+            if not self._reports:
+                self._news.wait(timeout)
+            return bool(self._reports)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the thread stopped, if it did not stop on request."""
+        return self._failure
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop; every agent is destroyed on return, so memory may be freed. Idempotent."""
+        self._stop = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TransportError(f"the transfer thread did not stop within {timeout:g} s")
+
+    # ------------------------------------------------------------------ thread's side
+
+    def _main(self) -> None:
+        driver: Driver | None = None
+        try:
+            driver = self._make_driver()
+            self._act(driver, [Open(1)])
+            while driver.events:
+                self._handle(driver, driver.events.popleft())
+            self._ready.set_result(driver.server.address)
+            self._loop(driver)
+        except BaseException as error:  # noqa: BLE001  told to whoever asks
+            self._fail(error)
+        finally:
+            if driver is not None:
+                driver.close()
+
+    def _loop(self, driver: Driver) -> None:
+        next_tick = 0.0
+        idle = 0
+        while not self._stop:
+            now = self._clock()
+            worked = self._take_commands(driver)
+            worked = driver.poll(now) or worked
+            while driver.events:
+                self._handle(driver, driver.events.popleft())
+            if now >= next_tick:
+                next_tick = now + TICK
+                self._act(driver, self._core.tick(now))
+            idle = 0 if worked or driver.events else idle + 1
+            self._pause(driver, idle)
+
+    def _take_commands(self, driver: Driver) -> bool:
+        worked = False
+        while self._commands:
+            self._handle(driver, self._commands.popleft())
+            worked = True
+        while self._fenced and (self._fenced[0][0] is None or self._fenced[0][0].done()):
+            for command in self._fenced.popleft()[1]:
+                self._handle(driver, command)
+            worked = True
+        return worked
+
+    def _handle(self, driver: Driver, event: Event) -> None:
+        """Apply one event; what goes wrong fails the peer or the request it belongs to."""
+        try:
+            self._act(driver, self._core.handle(event, self._clock()))
+        except Exception as error:
+            logger.exception("handling %s", type(event).__name__)
+            self.tally.add("defects")
+            remedy = _remedy(event, f"internal error: {error}")
+            if remedy is None:
+                raise
+            self._act(driver, self._core.handle(remedy, self._clock()))
+
+    def _act(self, driver: Driver, actions: list[Action]) -> None:
+        for action in actions:
+            driver.carry_out(action, self._clock())
+
+    def _pause(self, driver: Driver, idle: int) -> None:
+        """Rest according to how soon something may happen."""
+        tempo = self._core.tempo
+        if idle == 0 or self._stop:
+            return
+        if tempo == "busy" or self._fenced:
+            if idle > EAGER:
+                time.sleep(min(LONGEST_BUSY_SLEEP, 2e-5 * (idle - EAGER)))
+            return
+        config = self._config
+        if tempo == "announced":
+            for _ in range(BURST):
+                driver.progress()
+                if driver.events:
+                    return
+            self._sleep(driver, config.announced_poll)
+        else:
+            self._sleep(driver, config.idle_poll if tempo == "idle" else config.waiting_poll)
+
+    def _sleep(self, driver: Driver, seconds: float) -> None:
+        """Sleep until a command, a side-channel message or the time is up."""
+        self._asleep = True
+        try:
+            if self._commands or self._fenced:
+                return
+            poller = zmq.Poller()
+            poller.register(self._wake, zmq.POLLIN)
+            poller.register(driver.server.socket, zmq.POLLIN)
+            for each in driver.client.sockets:
+                poller.register(each, zmq.POLLIN)
+            poller.poll(max(1, round(seconds * 1000)))
+        finally:
+            self._asleep = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _tell(self, report: Report) -> None:
+        with self._news:
+            self._reports.append(report)
+            self._news.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread cannot go on: say so; requests end, pins stay."""
+        self._failure = error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            return
+        logger.error("the transfer thread stopped; restart this engine", exc_info=error)
+        waiting = [a.command for a in self._core.consumer.attempts.values() if not a.reported]
+        waiting += [c for c in self._commands if isinstance(c, Receive)]
+        for command in waiting:
+            if command.start < command.stop:
+                reason = f"transfer thread stopped: {error}"
+                self._tell(ReceiveFailed(command.attempt, command.request, reason, quiet=False))
+
+
+def _remedy(event: Event, reason: str) -> Event | None:
+    """The event that fails only what a broken event concerns."""
+    if isinstance(event, Notified):
+        return Unreachable(event.agent, reason)
+    if isinstance(event, Receive | Abandon):
+        return Abandon(event.attempt, reason)
+    if isinstance(event, Offer | Settle | Retire):
+        return Retire(event.source, "ended", reason)
+    return None
+
+
+__all__ = ["TransferThread"]

@@ -1,0 +1,33 @@
+"""What differs between the supported vLLM versions, in one place.
+
+| | 0.29 | 0.30 and later |
+|---|---|---|
+| a failed load is told by | block ids (one KV group only) | request id |
+| results are asked through | get_finished | get_transfer_results |
+"""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from neuron_push.errors import ConfigError
+
+# The dataclass in which a step's transfer results travel; None where vLLM has none yet.
+TransferResults = getattr(base, "KVConnectorTransferResults", None)
+
+# Whether a failed load can be reported by request, whatever the cache groups.
+FAILS_BY_REQUEST = TransferResults is not None
+
+
+def check_groups(groups: int) -> None:
+    """Refuse what this vLLM cannot fail safely.
+
+    vLLM 0.29 stops its engine when a load fails and the model has several KV cache groups
+    (scheduler.py, _update_requests_with_invalid_blocks).
+    """
+    if groups > 1 and not FAILS_BY_REQUEST:
+        raise ConfigError(
+            f"this model has {groups} KV cache groups, and this vLLM cannot fail a KV load of "
+            "such a model without stopping: start it with --disable-hybrid-kv-cache-manager, "
+            "or use vLLM 0.30 or later"
+        )

@@ -1,0 +1,224 @@
+"""NeuronPushConnector: the class vLLM loads, by name or by module path.
+
+A facade. Each hook of vLLM's connector API is one line into the scheduler half or the worker
+half; the order in which runners call them is recorded in tests/vllm_hooks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from neuron_push import versions
+from neuron_push.config import Config
+from neuron_push.errors import ConfigError
+from neuron_push.vllm import compat
+from neuron_push.vllm.metadata import StepMeta
+from neuron_push.vllm.stats import PushPromMetrics, PushStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from neuron_push.vllm.scheduler import SchedulerHalf
+    from neuron_push.vllm.worker import WorkerHalf
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.29
+    CacheHitSource = None
+
+
+class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
+    """Pushes KV from prefill to decode engines; see the package docstring for its parts."""
+
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        versions.check()
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        if transfer.kv_role not in ("kv_producer", "kv_consumer", "kv_both"):
+            raise ConfigError(f"kv_role {transfer.kv_role!r} is not one this connector knows")
+        config = Config.parse(_settings(transfer.kv_connector_extra_config))
+        compat.check_groups(len(kv_cache_config.kv_cache_groups))
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._last_pinned = (0, 0.0)
+        if role is KVConnectorRole.SCHEDULER:
+            from neuron_push.vllm.scheduler import SchedulerHalf
+
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+        else:
+            from neuron_push.vllm.worker import WorkerHalf
+
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, config)
+
+    @property
+    def _in_scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def _in_worker(self) -> WorkerHalf:
+        assert self._worker is not None
+        return self._worker
+
+    # ------------------------------------------------------------------ class-wide
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Pages contiguous per head on CUDA, so that unequal TP stays direct; else no wish."""
+        from vllm.platforms import current_platform
+
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return "LBHNC" if current_platform.is_cuda() else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return PushStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PushPromMetrics:
+        return PushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ------------------------------------------------------------------ scheduler half
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._in_scheduler.bind_pool(gpu_block_pool)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups: none of the registered blocks may be zeroed after registration."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def on_new_request(self, request: Request) -> None:
+        self._in_scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._in_scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._in_scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._in_scheduler.build_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._in_scheduler.update(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._in_scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Pins hold what is needed, so vLLM may free its own references at once."""
+        return False, self._in_scheduler.finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self._in_scheduler.has_work
+
+    def has_pending_block_frees(self) -> bool:
+        return self._in_scheduler.frees_soon
+
+    # ------------------------------------------------------------------ worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._in_worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMeta)
+        self._in_worker.bind(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Registrations have left when the metadata was bound."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests are scheduled only when all of their KV is here."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Tokens are settled per step, not per layer."""
+
+    def finish_forward(self) -> None:
+        self._in_worker.finish_forward()
+
+    def wait_for_save(self) -> None:
+        self._in_worker.settle()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The form of vLLM 0.29; failures go by `get_block_ids_with_load_errors`."""
+        ended, _ = self._in_worker.results()
+        return None, ended or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The form of vLLM 0.30 and later."""
+        ended, failed = self._in_worker.results()
+        assert compat.TransferResults is not None
+        return compat.TransferResults(finished_recving=ended, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        bad = self._in_worker.bad_blocks()
+        return set() if compat.FAILS_BY_REQUEST else bad
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._in_worker.worker_meta()
+
+    def shutdown(self) -> None:
+        """Destroy the agents before the tensors they registered go away."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    # ------------------------------------------------------------------ both halves
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._worker is not None:
+            return self._worker.stats()
+        pinned = self._in_scheduler.pinned()
+        if pinned == self._last_pinned:
+            return None
+        self._last_pinned = pinned
+        gauges = {"pinned_blocks": pinned[0], "pinned_age_seconds": pinned[1]}
+        return PushStats({"counters": {}, "samples": {}, "gauges": gauges})
+
+
+def _settings(extra: dict[str, Any] | None) -> dict[str, Any]:
+    return dict(extra or {})
+
+
+__all__ = ["NeuronPushConnector"]

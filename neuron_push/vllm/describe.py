@@ -1,0 +1,126 @@
+"""Geometry of one worker's KV caches, from the tensors its runner registers.
+
+The attention backend says how the bytes inside a page are arranged; shapes never do. A
+backend that is not listed here is refused rather than guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from neuron_push import layouts
+from neuron_push.accelerator import Accelerator
+from neuron_push.errors import ConfigError
+from neuron_push.geometry import Geometry, Group, Plane, Region, check
+from neuron_push.vllm.identity import group_kind
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Backends whose pages hold a K row and a V row side by side per token (vLLM 0.28 and later).
+_INTERLEAVED = {"FLASH_ATTN", "TRITON_ATTN"}
+
+
+def held_heads(total: int, rank: int, ranks: int) -> tuple[int, ...]:
+    """Global KV heads of a tensor-parallel rank, as vLLM divides or replicates them."""
+    if total >= ranks:
+        each = total // ranks
+        return tuple(range(rank * each, (rank + 1) * each))
+    return (rank * total // ranks,)
+
+
+def describe(
+    vllm_config: VllmConfig,
+    kv_config: KVCacheConfig,
+    caches: Mapping[str, torch.Tensor],
+    accelerator: Accelerator,
+    heads: tuple[int, ...],
+) -> Geometry:
+    """Regions, groups and planes of everything in `caches` (layer name -> tensor).
+
+    Raises ConfigError or GeometryError for a cache that cannot be described.
+    """
+    regions: dict[int, int] = {}  # base address -> index
+    listed: list[Region] = []
+    groups = []
+    element = 0
+    for spec in kv_config.kv_cache_groups:
+        planes: list[Plane] = []
+        page_tokens = 0
+        for name in spec.layer_names:
+            tensor = caches[name]
+            base, length = accelerator.region(tensor)
+            if base not in regions:
+                regions[base] = len(listed)
+                memory = accelerator.memory_type(tensor)
+                listed.append(Region(base, length, memory, accelerator.device_id(tensor)))
+            place = layouts.Place(layer_index(name), regions[base], base)
+            planes += _planes(vllm_config, name, tensor, place)
+            page_tokens, element = _page_tokens(tensor, spec.kv_cache_spec), tensor.element_size()
+        block_tokens = spec.kv_cache_spec.block_size
+        kind = group_kind(spec.kv_cache_spec)
+        groups.append(
+            Group(
+                kind=_supported(kind),
+                block_tokens=block_tokens,
+                page_tokens=page_tokens,
+                num_blocks=kv_config.num_blocks,
+                heads=(0,) if kind == "mla" else heads,
+                planes=tuple(planes),
+                window=getattr(spec.kv_cache_spec, "sliding_window", 0) or 0,
+            )
+        )
+    geometry = Geometry(tuple(listed), tuple(groups), element)
+    check(geometry)
+    return geometry
+
+
+def layer_index(name: str) -> int:
+    """Global layer number in a name such as "model.layers.3.self_attn.attn"."""
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    if not numbers:
+        raise ConfigError(f"KV cache {name!r} carries no layer number")
+    return int(numbers[0])
+
+
+def _planes(
+    config: VllmConfig, name: str, tensor: torch.Tensor, place: layouts.Place
+) -> tuple[Plane, ...]:
+    layer: Any = config.compilation_config.static_forward_context[name]
+    backend = layer.get_attn_backend().get_name()
+    view = layouts.View.of(tensor)
+    if backend == "CPU_ATTN":
+        isa = str(getattr(layer, "isa", ""))
+        if isa in ("vec", "vec16"):
+            return layouts.cpu_attn_vec(view, place)
+        return layouts.cpu_attn_opaque(view, place, isa=isa or "unknown")
+    if tensor.device.type == "neuron":
+        return layouts.split_first(view, place)
+    if backend in _INTERLEAVED:
+        return layouts.interleaved(view, place)
+    if len(view.shape) == 3:
+        return layouts.mla(view, place)
+    raise ConfigError(
+        f"attention backend {backend!r} arranges KV pages in a way that is not known here; "
+        f"use one of {', '.join(sorted(_INTERLEAVED | {'CPU_ATTN'}))}"
+    )
+
+
+def _page_tokens(tensor: torch.Tensor, spec: Any) -> int:
+    """Tokens per page of the tensor: its block axis may count smaller kernel blocks."""
+    axis = {5: 3, 4: 2, 3: 1}.get(tensor.dim())
+    if axis is None:
+        raise ConfigError(f"a KV cache of {tensor.dim()} dimensions is not known here")
+    tokens = int(tensor.shape[axis])
+    if spec.block_size % tokens:
+        raise ConfigError(f"blocks of {spec.block_size} tokens over pages of {tokens} tokens")
+    return tokens
+
+
+def _supported(kind: str) -> Any:
+    if kind not in ("full", "sliding", "mla"):
+        raise ConfigError(f"KV caches of kind {kind!r} are not transferred by this version")
+    return kind

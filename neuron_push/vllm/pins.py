@@ -1,0 +1,79 @@
+"""References of our own on KV blocks.
+
+vLLM frees a request's blocks without asking on preemption and on recompute after a failed
+load. The references taken here keep them from being handed out again until every rank says
+that nothing reads or writes them any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+@dataclass(slots=True)
+class Pin:
+    """Blocks held together, and the ranks that have let go of them."""
+
+    since: float
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    quiet: set[int] = field(default_factory=set)
+
+
+class Pins:
+    """All pins of one engine. Lives on the scheduler's thread."""
+
+    def __init__(self, pool: BlockPool, world: int, most_fraction: float) -> None:
+        self._pool = pool
+        self._world = world
+        self._pins: dict[int, Pin] = {}
+        self._next = 0
+        self.blocks = 0
+        self._most = int(most_fraction * pool.num_gpu_blocks)
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def room(self, blocks: int) -> bool:
+        """Whether that many more blocks may be pinned."""
+        return self.blocks + blocks <= self._most
+
+    def new(self) -> int:
+        """A new, empty pin."""
+        self._next += 1
+        self._pins[self._next] = Pin(monotonic())
+        return self._next
+
+    def add(self, number: int, ids: Iterable[int]) -> None:
+        """Hold more blocks under a pin; null blocks (id 0) need no holding."""
+        table = self._pool.blocks
+        blocks = [table[block] for block in ids if block]
+        self._pool.touch(blocks)
+        self._pins[number].blocks += blocks
+        self.blocks += len(blocks)
+
+    def quiet(self, number: int, rank: int) -> None:
+        """A rank is done with a pin; the last one frees the blocks. Repeats do nothing."""
+        pin = self._pins.get(number)
+        if pin is None:
+            return
+        pin.quiet.add(rank)
+        if len(pin.quiet) >= self._world:
+            self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Free a pin that no rank knows."""
+        pin = self._pins.pop(number)
+        self.blocks -= len(pin.blocks)
+        self._pool.free_blocks(reversed(pin.blocks))
+
+    def oldest_age(self) -> float:
+        """Age in seconds of the oldest pin; 0 if there is none."""
+        first = next(iter(self._pins.values()), None)
+        return monotonic() - first.since if first else 0.0

@@ -1,0 +1,205 @@
+"""The worker half: describes memory, forwards commands at the right moment, reports results.
+
+Decode commands go to the transfer thread when a step's metadata is bound, before the
+forward. Prefill commands wait for the step's *settle point*: the first hook after the
+forward that is late enough, with a fence recorded there. The main loop never calls NIXL.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+from neuron_push import accelerator as accelerators
+from neuron_push.commands import Command, Receive, Received, ReceiveFailed, Retire, Settle, Unpinned
+from neuron_push.config import Config
+from neuron_push.errors import ConfigError
+from neuron_push.nixl import factory
+from neuron_push.protocol import Address
+from neuron_push.rendezvous import Identity
+from neuron_push.transfer import TransferThread
+from neuron_push.vllm import describe, identity
+from neuron_push.vllm.metadata import NOTHING, StepMeta, WorkerMeta
+from neuron_push.vllm.stats import PushStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+# After this long without any report, empty steps wait longer.
+QUIET = 1.0
+
+
+class WorkerHalf:
+    """Hooks that vLLM's model runner calls, in its order, on its thread."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_config: KVCacheConfig, config: Config) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None and transfer.engine_id is not None
+        self._vllm_config = vllm_config
+        self._kv_config = kv_config
+        self._config = config
+        self._engine = transfer.engine_id
+        self._drafts = identity.semantics(vllm_config, ()).extra != ()
+        self._accelerator = accelerators.lookup(config.accelerator)
+        self._thread: TransferThread | None = None
+        self._rank = 0
+        self._meta: StepMeta = NOTHING
+        self._due: list[Command] = []  # prefill commands of the step, until its settle point
+        self._bound: dict[int, Receive] = {}  # attempts under way
+        self._bad_blocks: set[int] = set()
+        self._unpinned: list[tuple[int, int]] = []
+        self._rejected: list[tuple[str, str]] = []
+        self._last_news = 0.0
+
+    # ------------------------------------------------------------------ memory
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe and register this worker's KV caches, and start the transfer thread."""
+        config = self._vllm_config
+        parallel = config.parallel_config
+        tensor_rank, tensor_ranks = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
+        self._rank = get_pp_group().rank_in_group * tensor_ranks + tensor_rank
+        total = config.model_config.get_total_num_kv_heads()
+        heads = describe.held_heads(total, tensor_rank, tensor_ranks)
+        self._check_environment()
+        geometry = describe.describe(config, self._kv_config, caches, self._accelerator, heads)
+        me = Identity(
+            self._engine, self._rank, int.from_bytes(os.urandom(6), "big"),
+            identity.semantics(config, identity.group_kinds(self._kv_config)), geometry,
+        )  # fmt: skip
+        settings = self._config
+        backends = settings.backends or self._accelerator.nixl_backends()
+        transport = factory(backends, settings.num_threads, settings.fault)
+        listener = Address(
+            settings.side_channel_host, settings.side_channel_port + parallel.data_parallel_index
+        )
+        if settings.switch_interval:
+            sys.setswitchinterval(settings.switch_interval)
+        self._thread = TransferThread(settings, me, transport, listener)
+        address = self._thread.start()
+        logger.info(
+            "neuron-push: rank %d of %s: %d MiB in %d regions over %s, answers at port %d",
+            self._rank, self._engine, sum(r.length for r in geometry.regions) >> 20,
+            len(geometry.regions), "/".join(backends), address.port,
+        )  # fmt: skip
+
+    def _check_environment(self) -> None:
+        for name, value in self._accelerator.environment().items():
+            if os.environ.get(name) != value:
+                raise ConfigError(f"set {name}={value} before the engine starts")
+
+    def close(self) -> None:
+        """Destroy the agents; after return the KV tensors may go."""
+        if self._thread is not None:
+            self._thread.close()
+
+    # ------------------------------------------------------------------ each step
+
+    def bind(self, meta: StepMeta) -> None:
+        """A step begins: registrations leave now, before the forward."""
+        if self._due:
+            self.settle()  # a runner that called no later hook in the last step
+        self._meta = meta
+        if meta.rejected:
+            self._rejected += meta.rejected
+        if not meta.commands:
+            return
+        now: list[Command] = []
+        for command in meta.commands:
+            if isinstance(command, Settle | Retire):
+                self._due.append(command)
+            else:
+                now.append(command)
+                if isinstance(command, Receive) and command.start < command.stop:
+                    self._bound[command.attempt] = command
+        assert self._thread is not None
+        self._thread.submit(now)
+
+    def finish_forward(self) -> None:
+        """Settle point of runners that call it; draft layers are written later."""
+        if self._due and not self._drafts:
+            self.settle()
+
+    def settle(self) -> None:
+        """What this step computed is settled once the fence recorded here is done. Idempotent."""
+        if not self._due:
+            return
+        assert self._thread is not None
+        due, self._due = self._due, []
+        self._thread.submit(due, self._accelerator.record_fence())
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """(requests whose load ended, those of them that failed) since the last call."""
+        thread = self._thread
+        if thread is None:
+            return set(), set()
+        if self._meta.idle:
+            self._wait(thread)
+        reports = thread.take()
+        if not reports and not self._rejected:
+            return set(), set()
+        self._last_news = time.monotonic()
+        ended: set[str] = set()
+        failed: set[str] = set()
+        for report in reports:
+            match report:
+                case Received():
+                    self._bound.pop(report.attempt, None)
+                    ended.add(report.request)
+                case ReceiveFailed():
+                    logger.warning("request %s: KV not received: %s", report.request, report.reason)
+                    self._failed(report)
+                    ended.add(report.request)
+                    failed.add(report.request)
+                case Unpinned():
+                    self._unpinned.append((report.pin, self._rank))
+        for request, reason in self._rejected:
+            logger.warning("request %s: KV not received: %s", request, reason)
+            ended.add(request)
+            failed.add(request)
+        self._rejected.clear()
+        return ended, failed
+
+    def bad_blocks(self) -> set[int]:
+        """Blocks whose load failed, for vLLM versions that are told by block."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def worker_meta(self) -> WorkerMeta | None:
+        """Pins this rank has let go of since the last call."""
+        if not self._unpinned:
+            return None
+        meta = WorkerMeta(tuple(self._unpinned))
+        self._unpinned.clear()
+        return meta
+
+    def stats(self) -> PushStats | None:
+        """Measurements since the last call; None when nothing happened."""
+        if self._thread is None or not self._thread.tally.dirty:
+            return None
+        return PushStats.of(self._thread.tally.take())
+
+    # ------------------------------------------------------------------ inside
+
+    def _failed(self, report: ReceiveFailed) -> None:
+        command = self._bound.pop(report.attempt, None)
+        if command is not None:
+            self._bad_blocks.update(command.blocks[0])
+
+    def _wait(self, thread: TransferThread) -> None:
+        config = self._config
+        quiet = time.monotonic() - self._last_news > QUIET
+        thread.wait(config.step_wait_idle if quiet else config.step_wait)
+
+
+__all__ = ["WorkerHalf"]
