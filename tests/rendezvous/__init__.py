@@ -1,0 +1,1 @@
+"""Tests of the rendezvous core in a simulated world (world.py) and of its tables."""

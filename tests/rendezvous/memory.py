@@ -1,0 +1,103 @@
+"""Shadow memory: who holds which block, and what lies in it. The promises are checked here.
+
+Contents are kept per token: a prefill block holds (prompt, index, tokens valid); a decode cell,
+per (block, slot, prefill rank), holds (prompt, token).
+"""
+
+from __future__ import annotations
+
+from neuron_push.rendezvous.events import Post
+from tests.rendezvous.net import Write
+
+CANARY = ("canary",)
+
+
+class Memory:
+    """Reads and writes of WRITEs, each checked against the promises."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def start(self, writer, post: Post) -> Write:
+        """A WRITE is posted: resolve its tokens to blocks on both sides, in one to three pieces."""
+        world = self.world
+        ours, theirs = post.source_blocks[0], post.destination_blocks[0]
+        size, peer_size = writer.engine.shape.block_tokens, post.destination.groups[0].block_tokens
+        rows = []
+        for token in range(post.done.start, post.done.stop):
+            source = int(ours.ids[token // size - ours.first])
+            target = int(theirs.ids[token // peer_size - theirs.first])
+            if target:
+                rows.append((token, source, token % size, target, token % peer_size))
+        pins = {writer.engine.holder.get(row[1]) for row in rows}
+        world.check(len(pins) == 1 and None not in pins, f"{writer}: posts from freed blocks")
+        pin = pins.pop()
+        world.check(
+            not writer.engine.pins[pin].released(writer.rank), f"{writer}: posts after Unpinned"
+        )
+        world.rng.shuffle(rows)
+        cuts = sorted(world.rng.randrange(len(rows) + 1) for _ in range(world.rng.randrange(3)))
+        edges = [0, *cuts, len(rows)]
+        pieces = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+        return Write(writer, post, post.done.attempt, post.agent, pin, pieces)
+
+    def snapshot(self, write):
+        """What a crashing writer had handed to the wire."""
+        rows = [row for piece in write.pieces for row in piece]
+        return {row[0]: self._read(write, row) for row in rows}
+
+    def _read(self, write, row):
+        token, source, slot, _, _ = row
+        if write.ghost is not None:
+            return write.ghost[token]
+        content = write.writer.engine.memory.get(source, CANARY)
+        if content == CANARY or slot >= content[2]:
+            return CANARY
+        prompt, index, _ = content
+        return (prompt, index * write.writer.engine.shape.block_tokens + slot)
+
+    def land(self, write, rows):
+        """Bytes arrive: only in blocks held for this attempt, only of this prompt."""
+        world = self.world
+        process, _ = world.agents[write.target]
+        engine = process.engine
+        attempt = engine.attempts.get(write.attempt)
+        where = f"{write.writer} -> {process}, attempt {write.attempt}"
+        for row in rows:
+            token, _, _, block, slot = row
+            held = attempt is not None and engine.holder.get(block) == write.attempt
+            world.check(held, f"{where}: lands in block {block} of {engine.holder.get(block)}")
+            quiet = process.rank in attempt.unpinned
+            world.check(not quiet, f"{where}: lands after Unpinned of rank {process.rank}")
+            value = self._read(write, row)
+            world.check(value == (attempt.prompt, token), f"{where}: token {token} reads {value}")
+            engine.cells[process.rank, block, slot, write.writer.rank] = value
+        world.landed += len(rows)
+
+    def check_received(self, process, attempt):
+        """Every (prefill rank, token) byte of an attempt is there."""
+        engine, size = process.engine, process.engine.shape.block_tokens
+        prefill = self.world.engines[attempt.prefill].shape
+        for rank in engine.shape.providers(process.rank, prefill):
+            for token in range(attempt.start, attempt.stop):
+                block = attempt.blocks[token // size - attempt.first]
+                value = engine.cells.get((process.rank, block, token % size, rank))
+                wanted = (attempt.prompt, token)
+                self.world.check(
+                    value == wanted,
+                    f"{process}: attempt {attempt.number} decodes token {token} of rank {rank} "
+                    f"over {value}",
+                )
+
+    def check_quiet(self, process, number):
+        """No WRITE of an attempt can land on this rank any more."""
+        for write in self.world.writes:
+            loud = not write.over and write.attempt == number
+            if loud and self.world.agents.get(write.target, (None,))[0] is process:
+                self.world.check(False, f"{process}: attempt {number} called quiet, but {write}")
+
+    def check_unread(self, process, pin):
+        """No WRITE of this rank reads blocks of a pin any more."""
+        for write in process.writes.values():
+            reads = write.pin == pin and not write.read_over
+            self.world.check(not reads, f"{process}: pin {pin} released under a WRITE")

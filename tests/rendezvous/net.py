@@ -1,0 +1,286 @@
+"""The simulated network and the driver stub of one worker rank.
+
+A WRITE lands in torn pieces at arbitrary later times, as long as the target's agent generation
+that it names is open and the writer's own is too. Nothing else stops it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from neuron_push.config import Config
+from neuron_push.protocol import Address, EngineInfo, Refusal, decode_notification, encode
+from neuron_push.rendezvous import Core, Identity
+from neuron_push.rendezvous import events as ev
+from tests.rendezvous.shapes import SEMANTICS
+
+CONFIG = Config(
+    lease=1.0, patience=3.0, alive_interval=0.1, silence=0.6, resend=0.02, resend_most=0.2,
+    greeting_timeout=0.3, drain_timeout=1.0, move_timeout=0.5, rotation_interval=0.2,
+    slice_bytes=1 << 16, writes_in_flight=2,
+)  # fmt: skip
+TICK = 0.02
+
+
+@dataclass
+class Faults:
+    """What may go wrong on the way; everything is a probability except `slow` (seconds)."""
+
+    drop: float = 0.0
+    dup: float = 0.0
+    reorder: bool = False
+    slow: float = 0.003
+    lose_done: float = 0.0
+    hang: float = 0.0  # the completion of a WRITE into a dead target never comes
+    write_slow: float = 0.01
+    false_unreachable: float = 0.0
+    refuse: float = 0.0  # a listener does not answer, or a hello times out and arrives later
+    unposted: float = 0.0
+
+
+@dataclass(eq=False)
+class Write:
+    """A WRITE on the wire; `ghost` holds what a crashed writer had sent."""
+
+    writer: Process
+    post: ev.Post
+    attempt: int
+    target: str
+    pin: int
+    pieces: list[list[tuple[int, int, int, int, int]]]  # (token, source and target block + slot)
+    ghost: dict[int, object] | None = None
+    over: bool = False  # nothing of it moves any more
+    read_over: bool = False  # the writer knows that nothing of it moves any more
+
+
+@dataclass(eq=False)
+class Process:
+    """One worker rank: its core, what the driver knows, and its place in the world."""
+
+    world: object
+    engine: object
+    rank: int
+    incarnation: int
+    alive: bool = True
+    frozen_until: float = 0.0
+    open: dict[int, str] = field(default_factory=dict)
+    loaded: dict[int, set[str]] = field(default_factory=dict)
+    writes: dict[int, Write] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.identity = Identity(
+            self.engine.name, self.rank, self.incarnation, SEMANTICS,
+            self.engine.shape.geometry(self.rank),
+        )  # fmt: skip
+        self.core = Core(CONFIG, self.identity)
+        self.address = Address(self.engine.name, 1 + self.rank)
+
+    def __repr__(self):
+        return f"{self.engine.name}/{self.rank}/{self.incarnation}"
+
+    # -------------------------------------------------------------------- events
+
+    def later(self, delay, event, *, if_open=None):
+        """Hand an event to the core after a delay, unless this process dies; wait while frozen.
+
+        `if_open` names an agent that must still be open then.
+        """
+
+        def fire():
+            if not self.alive or (if_open and if_open not in self.open.values()):
+                return
+            if self.frozen_until > self.world.now:
+                self.world.at(self.frozen_until - self.world.now, fire)
+            else:
+                self.feed(event)
+
+        self.world.at(delay, fire)
+
+    def feed(self, event):
+        self.carry_out(self.core.handle(event, self.world.now))
+
+    def tick(self):
+        if not self.alive:
+            return
+        world = self.world
+        if self.frozen_until <= world.now:
+            self.carry_out(self.core.tick(world.now))
+        world.at(TICK * world.rng.uniform(0.7, 1.3), self.tick)
+
+    def carry_out(self, actions):
+        for action in actions:
+            self.world.log(self, action)
+            getattr(self, "_" + type(action).__name__.lower())(action)
+
+    # -------------------------------------------------------------------- actions
+
+    def _open(self, action):
+        agent = self.identity.agent(action.generation)
+        self.open[action.generation] = agent
+        self.loaded[action.generation] = set()
+        self.world.agents[agent] = (self, action.generation)
+        delay = self.world.rng.choice([0.0, 0.001, 0.05])
+        self.later(delay, ev.Opened(action.generation, agent, agent.encode()))
+
+    def _close(self, action):
+        agent = self.open.pop(action.generation)
+        del self.world.agents[agent], self.loaded[action.generation]
+        for number, write in list(self.writes.items()):
+            if write.post.generation == action.generation:
+                write.over = write.read_over = True
+                del self.writes[number]
+        self.later(0.0, ev.Closed(action.generation))
+
+    def _load(self, action):
+        self.world.check(action.generation in self.open, f"{self}: load into a closed generation")
+        self.loaded[action.generation].add(action.agent)
+
+    def _forget(self, action):
+        self.loaded.get(action.generation, set()).discard(action.agent)
+
+    def _count(self, action):
+        self.world.counts[action.name, action.label] += action.value
+
+    def _tell(self, action):
+        self.engine.report(self, action.report)
+
+    def _findengine(self, action):
+        world, delay = self.world, self.world.delay()
+        if world.chance(world.faults.refuse):
+            return self.later(CONFIG.greeting_timeout, ev.EngineMissing(action.address, "silent"))
+
+        def ask():
+            engine = world.engines[action.address.host]
+            if engine.up:
+                event = ev.EngineFound(action.address, engine.info(), self.engine.info())
+            else:
+                event = ev.EngineMissing(action.address, "connection refused")
+            self.later(world.delay(), event)
+
+        world.at(delay, ask)
+        return None
+
+    def _greet(self, action):
+        world = self.world
+        late = world.chance(world.faults.refuse)
+        delay = world.rng.uniform(0, 1.5) if late else world.delay()
+        if late:
+            self.later(CONFIG.greeting_timeout, ev.Greeted(action.link, Refusal("timed out")))
+
+        def arrive():
+            peer = world.process_at(action.address)
+            if peer is None:
+                self.later(world.delay(), ev.Greeted(action.link, Refusal("nobody answers")))
+                return
+            token = (self, action.link, late)
+            peer.later(0.0, ev.HelloArrived(token, action.hello))
+            if peer.frozen_until > world.now:
+                peer.world.at(CONFIG.greeting_timeout, lambda: self._give_up_greeting(action.link))
+
+        world.at(delay, arrive)
+
+    def _give_up_greeting(self, link):
+        self.later(0.0, ev.Greeted(link, Refusal("timed out")))
+
+    def _answer(self, action):
+        caller, link, late = action.token
+        if action.metadata:
+            self.loaded[action.generation].add(action.metadata.decode())
+        if not late:
+            caller.later(self.world.delay(), ev.Greeted(link, action.message))
+
+    def _notify(self, action):
+        world = self.world
+        world.check(action.generation in self.open, f"{self}: notify through a closed generation")
+        known = action.agent in self.loaded[action.generation]
+        world.check(known, f"{self}: notify {action.agent}, which is not loaded")
+        if action.agent not in world.agents:
+            if world.chance(0.5):
+                self.later(world.delay(), ev.Unreachable(action.agent, "disconnected"))
+            return
+        if world.chance(world.faults.false_unreachable):
+            self.later(world.delay(), ev.Unreachable(action.agent, "false alarm"))
+        if not world.chance(world.faults.drop):
+            world.deliver(self.open[action.generation], action.agent, action.message)
+
+    def _post(self, action):
+        world = self.world
+        if world.chance(world.faults.unposted):
+            self.later(0.0, ev.WriteEnded(action.write, "unposted", "no room"))
+            return
+        known = action.agent in self.loaded.get(action.generation, ())
+        world.check(known, f"{self}: post towards {action.agent}, which is not loaded")
+        write = world.memory.start(self, action)
+        self.writes[action.write] = write
+        world.writes.append(write)
+        for piece in range(len(write.pieces)):
+            world.at(world.rng.uniform(0, world.faults.write_slow), lambda p=piece: land(write, p))
+
+    # -------------------------------------------------------------------- life
+
+    def crash(self):
+        """The process dies; what it had put on the wire may still land."""
+        self.alive = False
+        for agent in self.open.values():
+            del self.world.agents[agent]
+        self.open.clear()
+        for write in self.writes.values():
+            write.read_over = True
+            if self.world.chance(0.5):
+                write.over = True
+            else:
+                write.ghost = self.world.memory.snapshot(write)
+
+    def info(self):
+        return self.engine.info()
+
+
+def land(write, index):
+    """Land one piece if the target's and the writer's generation are open."""
+    world, writer = write.writer.world, write.writer
+    if write.over:
+        return
+    if write.target not in world.agents:
+        write.over = True
+        if writer.alive and not world.chance(world.faults.hang):
+            gone = ev.WriteEnded(write.post.write, "broken", "remote disconnect")
+            world.at(world.delay(), lambda: end(write, gone))
+        return
+    world.memory.land(write, write.pieces[index])
+    write.pieces[index] = []
+    if any(write.pieces):
+        return
+    write.over = True
+    if not world.chance(world.faults.lose_done):
+        world.deliver(write.writer.identity.agent(write.post.generation), write.target,
+                      write.post.done)  # fmt: skip
+    if write.ghost is None:
+        done = ev.WriteEnded(write.post.write, "done")
+        world.at(world.rng.uniform(0, world.faults.write_slow), lambda: end(write, done))
+
+
+def end(write, event):
+    """The writer's driver sees how a WRITE ended, unless its generation is closed by then."""
+    writer = write.writer
+    if not writer.alive or write.post.generation not in writer.open:
+        return
+    if writer.frozen_until > writer.world.now:
+        writer.world.at(writer.frozen_until - writer.world.now, lambda: end(write, event))
+        return
+    if event.outcome == "done":
+        write.read_over = True
+        writer.writes.pop(write.post.write, None)
+    writer.feed(event)
+
+
+def wire(message):
+    """A message as its receiver sees it."""
+    return decode_notification(encode(message))
+
+
+def engine_info(engine, role, ranks):
+    """What an engine's listener answers."""
+    return EngineInfo(
+        engine.name, engine.incarnation, role, engine.shape.world, engine.shape.tp,
+        engine.shape.pp, 0, ("push",), SEMANTICS, ranks,
+    )  # fmt: skip

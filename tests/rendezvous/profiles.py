@@ -1,0 +1,44 @@
+"""Kinds of trouble, from none to all at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.rendezvous.net import Faults
+from tests.rendezvous.scenario import Profile
+from tests.rendezvous.shapes import Shape
+
+LOSSY = Faults(drop=0.1, dup=0.1, slow=0.01, write_slow=0.05)
+WILD = Faults(
+    drop=0.1, dup=0.15, reorder=True, slow=0.03, lose_done=0.02, hang=0.5, write_slow=0.3,
+    false_unreachable=0.002, refuse=0.1, unposted=0.01,
+)  # fmt: skip
+ONE, TWO, FOUR, STAGED = Shape(1), Shape(2, 1, 8), Shape(4, 1, 6), Shape(1, 2)
+
+CHAOS = Profile(
+    WILD, requests=20, aborts=0.2, missing=0.1, preempt=0.3, twins=0.2,
+    crashes=1, freezes=2, false_deaths=2,
+)  # fmt: skip
+
+PROFILES = {
+    "healthy": Profile(),
+    "healthy, larger decode blocks": Profile(decodes=(Shape(1, 1, 6),)),
+    "aborts": Profile(aborts=0.4, missing=0.2),
+    "preemption": Profile(preempt=0.6),
+    "losses and duplicates": Profile(LOSSY, aborts=0.1),
+    "reordering": Profile(replace(LOSSY, reorder=True, slow=0.05), aborts=0.2, preempt=0.2),
+    "twins": Profile(LOSSY, twins=0.9, aborts=0.2, preempt=0.2),
+    "crashes": Profile(replace(LOSSY, hang=0.5), crashes=3, aborts=0.1),
+    "freezes": Profile(replace(LOSSY, hang=0.5, write_slow=0.3), freezes=4, aborts=0.1),
+    "false deaths": Profile(replace(LOSSY, write_slow=0.4), false_deaths=6),
+    "rotation under load": Profile(
+        replace(LOSSY, reorder=True, slow=0.04, write_slow=0.3, false_unreachable=0.01),
+        requests=40, decodes=(ONE, ONE), prefills=(ONE, ONE), false_deaths=8,
+    ),
+    "chaos": CHAOS,
+    "chaos, many engines": replace(CHAOS, prefills=(ONE, ONE), decodes=(ONE, ONE), requests=30),
+    "chaos, TP 2 to 1": replace(CHAOS, prefills=(TWO,), decodes=(ONE,)),
+    "chaos, TP 1 to 2": replace(CHAOS, prefills=(ONE,), decodes=(TWO,)),
+    "chaos, TP 4 to 2": replace(CHAOS, prefills=(FOUR,), decodes=(TWO,)),
+    "chaos, PP 2 to 1": replace(CHAOS, prefills=(STAGED,), decodes=(ONE,)),
+}  # fmt: skip

@@ -1,0 +1,58 @@
+"""Small geometries of engines with tensor and pipeline parallelism; no memory behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neuron_push.geometry import Geometry, Group, Plane, Region, Semantics
+
+HEADS, LAYERS, WIDTH, ELEMENT = 4, 2, 512, 2
+BLOCKS = 256
+SEMANTICS = Semantics("toy", LAYERS, HEADS, WIDTH, "bfloat16", ("full",))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parallelism and block size of one engine."""
+
+    tp: int = 1
+    pp: int = 1
+    block_tokens: int = 4
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp
+
+    def heads(self, rank: int) -> tuple[int, ...]:
+        share = HEADS // self.tp
+        seat = rank % self.tp
+        return tuple(range(seat * share, (seat + 1) * share))
+
+    def layers(self, rank: int) -> tuple[int, ...]:
+        share = LAYERS // self.pp
+        stage = rank // self.tp
+        return tuple(range(stage * share, (stage + 1) * share))
+
+    def providers(self, rank: int, prefill: Shape) -> list[int]:
+        """Prefill ranks that hold something of what a decode rank of this shape holds."""
+        return [
+            other
+            for other in range(prefill.world)
+            if set(self.heads(rank)) & set(prefill.heads(other))
+            and set(self.layers(rank)) & set(prefill.layers(other))
+        ]
+
+    def geometry(self, rank: int) -> Geometry:
+        heads = self.heads(rank)
+        token = 2 * WIDTH * ELEMENT
+        head = token * self.block_tokens
+        page = head * len(heads)
+        planes, regions = [], []
+        for index, layer in enumerate(self.layers(rank)):
+            regions.append(Region((1 << 30) + index * (1 << 34), page * BLOCKS, "DRAM", 0))
+            for kind, offset in (("k", 0), ("v", WIDTH * ELEMENT)):
+                planes.append(
+                    Plane(layer, kind, index, offset, page, head, token, ELEMENT, WIDTH)
+                )
+        group = Group("full", self.block_tokens, self.block_tokens, BLOCKS, heads, tuple(planes))
+        return Geometry(tuple(regions), (group,), ELEMENT)
