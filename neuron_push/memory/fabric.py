@@ -243,7 +243,7 @@ class MemoryTransport:
                 raise ProtocolError(f"WRITE {write} is not in flight")
             if posted.target.closed or posted.broken:
                 posted.broken = True
-                raise Disconnected(f"a WRITE failed: {posted.target.name} is gone")
+                raise Disconnected(f"lost a WRITE to {posted.target.name}")
             if self._fabric.auto_land:
                 self._fabric.land(posted)
             if posted.landed < posted.nbytes:

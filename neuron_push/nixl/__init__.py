@@ -1,8 +1,8 @@
 """`Transport` over NIXL's Python API, nixl 1.3.2 to 1.5.
 
 The only package that touches NIXL, and not before the first agent is opened. What is known here
-about NIXL and not written in its documentation was measured with UCX over tcp, nixl 1.4.1 and
-1.5.1:
+about NIXL and not written in its documentation was measured with UCX over tcp, nixl 1.3.2,
+1.4.1 and 1.5.1:
 
 * nothing recalls a posted WRITE but the end of one of the two agents (tests/test_nixl_fence.py);
 * loading metadata that is loaded already is a no-op, even if the connection is dead: a peer is

@@ -13,19 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from neuron_push.errors import (
-    ConfigError,
-    Disconnected,
-    ProtocolError,
-    TransportError,
-)
+from neuron_push.errors import ConfigError, Disconnected, ProtocolError, TransportError
 from neuron_push.geometry import Region
 from neuron_push.nixl.binding import Edge, create_agent
 from neuron_push.tamper import Tampering
 from neuron_push.transport import (
     AgentName,
     Descriptors,
-    Transport,
     TransportFactory,
     WriteId,
     WriteState,
@@ -61,6 +55,7 @@ class NixlFactory:
 @dataclass
 class _Posted:
     handle: Any
+    peer: AgentName
     state: WriteState = "pending"
     # Why it failed, once it has. Kept as text: an exception would keep frames alive, and with
     # them the agent.
@@ -82,6 +77,9 @@ class NixlTransport:
         self._owner = threading.get_ident()
         self._cancelling = _CANCELLING.issuperset(backends)
         self._peers: set[AgentName] = set()
+        # Peers found gone since they were added. nixl 1.5 goes on saying so; 1.3 and 1.4 forget
+        # such a peer by themselves, and then no longer know its name.
+        self._lost: set[str] = set()
         # Every handle that is not released stays here until `close`, so that no finaliser of
         # NIXL's wrapper runs on a thread of the garbage collector's choice.
         self._posted: dict[WriteId, _Posted] = {}
@@ -127,13 +125,14 @@ class NixlTransport:
         agent = self._open()
         if peer in self._peers:
             self._peers.discard(peer)
+            self._lost.discard(peer)
             with Edge("cannot remove", peer):
                 agent.remove_remote_agent(peer)
 
     def notify(self, peer: AgentName, payload: bytes) -> None:
         """Send a notification to a loaded peer."""
         agent = self._reach(peer)
-        with Edge("cannot notify", peer):
+        with Edge("cannot notify", peer, self._lost):
             agent.send_notif(peer, payload)
 
     def notifications(self) -> list[tuple[AgentName, bytes]]:
@@ -160,7 +159,7 @@ class NixlTransport:
         if write in self._posted:
             raise ProtocolError(f"WRITE {write} was posted before")
         _check_rows(source, destination)
-        with Edge("cannot prepare a WRITE to", peer):
+        with Edge("cannot prepare a WRITE to", peer, self._lost):
             handle = agent.initialize_xfer(
                 "WRITE",
                 agent.get_xfer_descs(np.ascontiguousarray(source, np.uint64), memory[0]),
@@ -168,8 +167,8 @@ class NixlTransport:
                 peer,
                 payload,
             )
-        posted = self._posted[write] = _Posted(handle)
-        self._advance(posted, agent.transfer, "cannot post a WRITE to", peer)
+        posted = self._posted[write] = _Posted(handle, peer)
+        self._advance(posted, agent.transfer, "cannot post a WRITE to")
 
     def poll(self, write: WriteId) -> WriteState:
         """Drive one WRITE. NIXL sends its notification from here once the bytes are there."""
@@ -180,7 +179,7 @@ class NixlTransport:
         if posted.failure:
             raise (Disconnected if posted.disconnected else TransportError)(posted.failure)
         if posted.state == "pending":
-            self._advance(posted, agent.check_xfer_state, "a WRITE failed")
+            self._advance(posted, agent.check_xfer_state, "lost a WRITE to")
         if posted.state == "pending":
             return "pending"
         del self._posted[write]
@@ -219,14 +218,16 @@ class NixlTransport:
         agent = self._open()
         if peer not in self._peers:
             raise TransportError(f"peer {peer!r} is not loaded")
+        if peer in self._lost:
+            raise Disconnected(f"{peer} is gone")
         return agent
 
-    def _advance(self, posted: _Posted, call: Any, what: str, peer: str = "") -> None:
+    def _advance(self, posted: _Posted, call: Any, what: str) -> None:
         try:
-            with Edge(what, peer):
+            with Edge(what, posted.peer, self._lost):
                 answer = call(posted.handle)
                 if answer not in ("PROC", "DONE"):
-                    raise TransportError(f"{what} {peer}: NIXL says {answer!r}")
+                    raise TransportError(f"{what} {posted.peer}: NIXL says {answer!r}")
         except TransportError as error:
             posted.failure = str(error)
             posted.disconnected = isinstance(error, Disconnected)
@@ -293,8 +294,3 @@ def _check_rows(source: Descriptors, destination: Descriptors) -> None:
             raise ProtocolError(f"descriptors have shape {rows.shape} instead of (n > 0, 3)")
     if len(source) != len(destination):
         raise ProtocolError(f"{len(source)} source rows for {len(destination)} destination rows")
-
-
-def _conforms(transport: NixlTransport) -> Transport:
-    """Lets the type checker compare the two."""
-    return transport

@@ -43,14 +43,15 @@ class Edge:
     """Turns what NIXL raises into our errors, with the original as a cause without frames.
 
     Frames of NIXL's wrapper refer to the agent; kept in an exception that a session stores, they
-    would keep it alive.
+    would keep it alive. A peer that turns out to be gone is added to `lost`.
     """
 
-    __slots__ = ("_peer", "_what")
+    __slots__ = ("_lost", "_peer", "_what")
 
-    def __init__(self, what: str, peer: str = "") -> None:
+    def __init__(self, what: str, peer: str = "", lost: set[str] | None = None) -> None:
         self._what = what
         self._peer = peer
+        self._lost = lost
 
     def __enter__(self) -> None:
         pass
@@ -65,6 +66,8 @@ class Edge:
         if not isinstance(error, Exception) or isinstance(error, NeuronPushError):
             return
         gone = type(error).__name__ == "nixlRemoteDisconnectError"
+        if gone and self._lost is not None:
+            self._lost.add(self._peer)
         text = " ".join(filter(None, (self._what, self._peer)))
         ours = Disconnected if gone else TransportError
         raise ours(f"{text}: {error or type(error).__name__}") from error.with_traceback(None)
