@@ -169,10 +169,12 @@ class Register(_Message, frozen=True):
     """Decode -> prefill: blocks reserved for tokens [start, stop); WRITE into them.
 
     start == stop says that nothing is wanted and the prompt may be let go.
-    `attempt` grows with every registration of the decode engine's incarnation.
+    `attempt` grows with every registration of the decode engine's incarnation. `link` repeats
+    the hello's: a copy that was sent over an earlier link may name blocks given back since.
     """
 
     attempt: int
+    link: int
     match: Match
     start: int
     stop: int
@@ -308,5 +310,6 @@ def _check_register(message: Register) -> None:
         raise PeerError(
             f"Register asks for tokens {message.start}..{message.stop} of {message.match.tokens}"
         )
-    if len(message.blocks) > MAX_GROUPS or message.attempt < 0 or message.patience_ms < 0:
+    numbers = (message.attempt, message.link, message.patience_ms)
+    if len(message.blocks) > MAX_GROUPS or min(numbers) < 0:
         raise PeerError("Register has a negative number or too many groups")

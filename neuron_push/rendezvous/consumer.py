@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec.structs import replace
+
 from neuron_push.commands import Abandon, Receive, Received, ReceiveFailed, Unpinned
 from neuron_push.errors import ProtocolError
 from neuron_push.plan import encode_runs
@@ -75,7 +77,7 @@ class Attempt:
     deadline: float
     state: AttemptState = AttemptState.CONNECTING
     shares: dict[int, Share] = field(default_factory=dict)
-    register: Register | None = None
+    register: Register | None = None  # but for the link
     reason: str = ""
     reported: bool = False
     announced: bool = False  # bytes are on the way: poll quickly
@@ -151,6 +153,8 @@ class Consumer:
         share = attempt.shares.get(link.id) if attempt else None
         if attempt is None or share is None:
             self._context.count("stale_messages", label=type(message).__name__)
+            if attempt is None and isinstance(message, Failed):
+                self._context.send(link, Cancel(message.attempt, "this attempt is over"))
             return
         share.answered = True
         match message:
@@ -175,9 +179,9 @@ class Consumer:
         loud = False
         for attempt in list(self.attempts.values()):
             share = attempt.shares.get(link.id)
-            if share is None or share.quiet or attempt.state is AttemptState.ENDED:
+            if share is None or (share.quiet and not attempt.wants_nothing):
                 continue
-            loud = True
+            loud = loud or not share.quiet
             if attempt.state is AttemptState.WAITING:
                 text = f"prefill rank {link.rank} of {link.engine}: {reason}"
                 self._fail(attempt, text, "lost", now)
@@ -216,7 +220,7 @@ class Consumer:
         )
         patience = max(0, int((attempt.deadline - now) * 1000))
         return Register(
-            command.attempt, command.match, command.start, command.stop, blocks, patience
+            command.attempt, 0, command.match, command.start, command.stop, blocks, patience
         )
 
     def _on_done(self, attempt: Attempt, share: Share, message: Done) -> None:
@@ -301,7 +305,8 @@ class Consumer:
         assert attempt.register is not None
         for share in attempt.shares.values():
             if not share.answered:
-                self._context.send(share.link, attempt.register)
+                register = replace(attempt.register, link=share.link.hello)
+                self._context.send(share.link, register)
         self._later(attempt, now)
 
     def _send_cancels(self, attempt: Attempt, now: float) -> None:

@@ -48,12 +48,22 @@ from neuron_push.rendezvous.events import (
     WriteEnded,
 )
 from neuron_push.rendezvous.fence import Generations
-from neuron_push.rendezvous.links import Context, Identity, Link, Links, base, generation_of
+from neuron_push.rendezvous.links import Context, Identity, Link, Links, generation_of, owns
 from neuron_push.rendezvous.routes import Routes, Verdict
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
 
 Tempo = Literal["busy", "announced", "waiting", "idle"]
+# Who sends what; the other messages go both ways.
+SENDERS: dict[type, Literal["prefill", "decode"]] = {
+    Register: "decode",
+    Cancel: "decode",
+    Registered: "prefill",
+    Soon: "prefill",
+    Done: "prefill",
+    Failed: "prefill",
+    Cancelled: "prefill",
+}
 
 
 class Core:
@@ -142,6 +152,8 @@ class Core:
         self._link(self._routes.missing(event.address, event.reason), now)
 
     def _greeted(self, event: Greeted, now: float) -> None:
+        for old in self._routes.replaced_by(event.link, event.answer):
+            self._lose(old, "it was greeted again", now)
         self._link(self._routes.greeted(event.link, event.answer, now), now)
 
     def _link(self, verdict: Verdict | None, now: float) -> None:
@@ -177,8 +189,6 @@ class Core:
                 context.act(Answer(event.token, Refusal("a newer hello has arrived before")))
                 return
             self._lose(old, "it greeted again", now)
-            if old.incarnation != hello.incarnation:
-                self.producer.forget_peer(base(old.agent))
         link = Link(
             self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
             hello.metadata, hello.geometry, context.generation, heard=now,
@@ -195,9 +205,8 @@ class Core:
         differences = me.semantics.differences(hello.semantics)
         if differences:
             return "the engines differ: " + "; ".join(differences)
-        prefix = f"{hello.engine.replace('/', '_')}/{hello.rank}/{hello.incarnation:x}/"
-        if not hello.agent.startswith(prefix) or generation_of(AgentName(hello.agent)) < 0:
-            return f"agent name {hello.agent!r} does not belong to {prefix}"
+        if not owns(hello.engine, hello.rank, hello.incarnation, hello.agent):
+            return f"{hello.agent!r} is not an agent of rank {hello.rank} of {hello.engine}"
         if not self._context.agent:
             return "this rank is still starting"
         try:
@@ -230,6 +239,10 @@ class Core:
             self._context.count("stale_messages", label=type(event.message).__name__)
             return
         link.heard = now
+        sender = SENDERS.get(type(event.message), link.peer)
+        if sender != link.peer:
+            self._context.count("rejected_messages", label=type(event.message).__name__)
+            return
         self._messages[type(event.message)](link, event.message, now)
 
     def _moved_peer(self, link: Link, message: Move, now: float) -> None:

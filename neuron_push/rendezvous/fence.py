@@ -8,8 +8,9 @@ bytes possibly on the way, in either direction, this machine
 2. tells every healthy peer to move, again until it has, and lets what is in flight drain,
 3. closes the old generation, and with that every lost link is *fenced*.
 
-One rotation runs at a time, they are spaced out, and links lost meanwhile join it. A healthy
-peer that does not follow in time is lost too.
+One rotation runs at a time and they are spaced out. A healthy peer that does not follow in
+time is lost too. A link lost once the new agent is open waits for the next rotation: the peer
+may have moved already without our knowing, and then its bytes travel to the new agent.
 """
 
 from __future__ import annotations
@@ -52,16 +53,15 @@ class Generations:
         return bool(self._wanted or self._rotation)
 
     def want(self, link: Link) -> None:
-        """Fence a lost link: joins the running rotation if it can still serve."""
-        rotation = self._rotation
-        if rotation and not rotation.closing and link.generation <= rotation.old:
-            rotation.lost.append(link)
-            rotation.staying.pop(link.id, None)
+        """Fence a lost link: joins the running rotation if its peer cannot know the new agent."""
+        self.forget(link)
+        if self._rotation and not self._rotation.opened:
+            self._rotation.lost.append(link)
         else:
             self._wanted.append(link)
 
     def forget(self, link: Link) -> None:
-        """A link was lost without anything to fence: nobody waits for it to move."""
+        """A link is lost: nobody waits for it to move."""
         if self._rotation:
             self._rotation.staying.pop(link.id, None)
 

@@ -18,6 +18,7 @@ from neuron_push.geometry import Geometry, Semantics
 from neuron_push.plan import PairPlan
 from neuron_push.protocol import Alive, Moved, Notification
 from neuron_push.rendezvous.events import Action, Count, Forget, Load, Notify
+from neuron_push.rendezvous.ranges import EndedAttempts
 from neuron_push.transport import AgentName
 
 
@@ -46,10 +47,20 @@ def base(agent: AgentName) -> str:
     return agent.rpartition("/")[0]
 
 
+# A peer names its agents; Python refuses to read numbers of thousands of digits.
+MOST_DIGITS = 18
+
+
 def generation_of(agent: AgentName) -> int:
     """The generation in an agent's name; -1 if it has none."""
     tail = agent.rpartition("/")[2]
-    return int(tail) if tail.isdecimal() else -1
+    return int(tail) if tail.isdecimal() and len(tail) <= MOST_DIGITS else -1
+
+
+def owns(engine: str, rank: int, incarnation: int, agent: str) -> bool:
+    """Whether an agent's name is one that this rank may bear."""
+    generation = generation_of(AgentName(agent))
+    return generation >= 0 and agent == agent_name(engine, rank, incarnation, generation)
 
 
 class Context:
@@ -99,6 +110,7 @@ class Link:
     # WRITEs of ours in flight, by (our generation, the peer's agent).
     writes: dict[tuple[int, AgentName], int] = field(default_factory=dict)
     leaving: set[AgentName] = field(default_factory=set)  # earlier agents of the peer
+    over: EndedAttempts = field(default_factory=EndedAttempts)  # of a decode peer
     lost: str = ""  # why, once it is lost
 
     def writes_through(self, generation: int) -> int:
@@ -159,18 +171,24 @@ class Links:
         if base(agent) != base(link.agent):
             self._context.count("rejected_messages", label="move to a foreign agent")
             return
+        if generation_of(agent) < generation_of(link.agent):
+            self._context.count("stale_messages", label="Move")
+            return
         if agent != link.agent:
             link.leaving.add(link.agent)
             link.agent, link.metadata = agent, metadata
-            self._context.act(Load(link.generation, agent, metadata))
+            # While we rotate too, the peer must be known to both of our agents.
+            for generation in {link.generation, self._context.generation}:
+                self._context.act(Load(generation, agent, metadata))
         self.settle_move(link)
 
     def settle_move(self, link: Link) -> None:
         """Confirm a move once nothing is in flight towards the agents that were left."""
         if link.lost or any(link.writes_towards(agent) for agent in link.leaving):
             return
-        for agent in link.leaving:
-            self._context.act(Forget(link.generation, agent))
+        for agent in sorted(link.leaving):
+            for generation in {link.generation, self._context.generation}:
+                self._context.act(Forget(generation, agent))
         link.leaving.clear()
         self._context.send(link, Moved(link.agent))
 

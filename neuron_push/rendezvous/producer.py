@@ -237,25 +237,3 @@ def bytes_per_token(geometry: Geometry) -> int:
             else:
                 total += plane.width * geometry.element_bytes * max(1, len(group.heads))
     return total
-
-
-class EndedAttempts:
-    """Attempts of one decode engine incarnation that are over, in bounded memory.
-
-    A late copy of their `Register` must not revive them. Past the bound the lower half of the
-    numbers counts as over altogether; attempts that are still live are looked up first.
-    """
-
-    LIMIT = 4096
-
-    def __init__(self) -> None:
-        self._over = RangeSet()
-
-    def add(self, attempt: int) -> None:
-        self._over.add(attempt, attempt + 1)
-        ranges = list(self._over)
-        if len(ranges) > self.LIMIT:
-            self._over.add(0, ranges[len(ranges) // 2][1])
-
-    def __contains__(self, attempt: int) -> bool:
-        return self._over.covers(attempt, attempt + 1)

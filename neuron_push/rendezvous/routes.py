@@ -5,18 +5,22 @@
                              +------------- refused, silent ------+------ a link is lost ---+--> (unknown)
 
 A route that ends takes no blame with it: the next request asks again, which is how a prefill
-engine that was restarted on the same port is found.
+engine that was restarted on the same port is found. Routes share links: a prefill rank keeps one
+link per decode rank, that of the newest hello, so an open link is used and never greeted again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from neuron_push.errors import PlanError
+from neuron_push.geometry import check
 from neuron_push.plan import Ask, assign
 from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, Welcome
 from neuron_push.rendezvous.events import EngineFound, FindEngine, Greet, Load
-from neuron_push.rendezvous.links import Context, Link, Links, generation_of
+from neuron_push.rendezvous.links import Context, Link, Links, generation_of, owns
 from neuron_push.transport import AgentName
 
 Verdict = tuple[list[int], list[Link] | str]  # attempts, and their links or the reason
@@ -26,7 +30,6 @@ Verdict = tuple[list[int], list[Link] | str]  # attempts, and their links or the
 class Greeting:
     """A hello on its way to one prefill rank."""
 
-    link: int
     peer: RankInfo
     hello: Hello
 
@@ -51,6 +54,8 @@ class Routes:
         self._context = context
         self._links = links
         self._routes: dict[Address, Route] = {}
+        # The newest hello sent to each prefill rank; answers to earlier ones are void.
+        self._newest: dict[tuple[str, int], int] = {}
 
     def want(self, attempt: int, address: Address, engine: str, now: float) -> Verdict | None:
         """Ask for links for an attempt; answers at once if the route is ready."""
@@ -92,6 +97,8 @@ class Routes:
                 route, f"{len(theirs.ranks)} of {theirs.world} ranks of {theirs.engine} are up"
             )
         try:
+            for rank in theirs.ranks:
+                check(rank.geometry)
             asks = assign(me.geometry, [r.geometry for r in theirs.ranks], seat=me.rank)
             sharers = _sharers(theirs, ours)
         except PlanError as error:
@@ -100,13 +107,14 @@ class Routes:
         for rank, ask, number in zip(theirs.ranks, asks, sharers, strict=True):
             if ask is None:
                 continue
-            link = self._links.new_id()
-            hello = Hello(
-                me.engine, me.rank, me.incarnation, link, me.semantics, me.geometry,
+            link = self._open_link(route.engine, rank)
+            if link is not None:
+                route.links.append(link)
+                continue
+            self._greet(route, rank, Hello(
+                me.engine, me.rank, me.incarnation, 0, me.semantics, me.geometry,
                 context.agent, context.metadata, ask.heads, max(1, number),
-            )  # fmt: skip
-            route.greetings[link] = Greeting(link, rank, hello)
-            context.act(Greet(link, rank.address, hello))
+            ))  # fmt: skip
         return self._check_ready(route, now)
 
     def missing(self, address: Address, reason: str) -> Verdict | None:
@@ -118,17 +126,23 @@ class Routes:
         route = next((r for r in self._routes.values() if link in r.greetings), None)
         if route is None:
             return None
-        greeting = route.greetings[link]
+        greeting, context = route.greetings.pop(link), self._context
+        name = f"prefill rank {greeting.peer.rank}"
         if isinstance(answer, Refusal):
-            name = f"prefill rank {greeting.peer.rank}"
             return self._fail(route, f"{name} refused: {answer.reason}")
-        context = self._context
+        if not self._welcomes(route, greeting.peer, answer):
+            return self._fail(route, f"{name} is not the one that was listed")
+        if self._newest[route.engine, greeting.peer.rank] != link:
+            newer = self._open_link(route.engine, greeting.peer)
+            if newer is None:
+                return self._fail(route, f"{name} was greeted again meanwhile")
+            route.links.append(newer)
+            return self._check_ready(route, now)
         if greeting.hello.agent != context.agent:
-            # Our agent was replaced while the hello travelled: greet again with the new one.
-            del route.greetings[link]
-            self._greet_again(route, greeting)
+            # Our agent was replaced while the hello travelled.
+            renewed = replace(greeting.hello, agent=context.agent, metadata=context.metadata)
+            self._greet(route, greeting.peer, renewed)
             return None
-        del route.greetings[link]
         agent = AgentName(answer.agent)
         opened = Link(
             link, "prefill", answer.engine, answer.rank, answer.incarnation, agent,
@@ -141,19 +155,41 @@ class Routes:
         return self._check_ready(route, now)
 
     def lost(self, link: Link, reason: str) -> Verdict | None:
-        """A link of a route is lost: the route starts over with the next request."""
-        route = next((r for r in self._routes.values() if link in r.links), None)
-        return self._fail(route, reason) if route else None
+        """A link is lost: its routes start over with the next request."""
+        routes = [route for route in self._routes.values() if link in route.links]
+        waiting = [number for route in routes for number in self._fail(route, reason)[0]]
+        return (waiting, reason) if routes else None
 
-    def _greet_again(self, route: Route, greeting: Greeting) -> None:
-        context, link = self._context, self._links.new_id()
-        old = greeting.hello
-        hello = Hello(
-            old.engine, old.rank, old.incarnation, link, old.semantics, old.geometry,
-            context.agent, context.metadata, old.ask, old.sharers,
-        )  # fmt: skip
-        route.greetings[link] = Greeting(link, greeting.peer, hello)
-        context.act(Greet(link, greeting.peer.address, hello))
+    def replaced_by(self, link: int, answer: Welcome | Refusal) -> list[Link]:
+        """Open links that end with this answer: those to the rank's earlier incarnations."""
+        known = any(link in route.greetings for route in self._routes.values())
+        if isinstance(answer, Refusal) or not known:
+            return []
+        return [
+            old
+            for old in self._links.of_rank(answer.engine, answer.rank)
+            if old.peer == "prefill" and old.incarnation != answer.incarnation
+        ]
+
+    def _open_link(self, engine: str, rank: RankInfo) -> Link | None:
+        for link in self._links.of_rank(engine, rank.rank):
+            if link.peer == "prefill" and link.incarnation == rank.incarnation:
+                return link
+        return None
+
+    def _welcomes(self, route: Route, peer: RankInfo, answer: Welcome) -> bool:
+        """Whether the rank that answered is the one that its engine listed."""
+        listed = (route.engine, peer.rank, peer.incarnation)
+        return (answer.engine, answer.rank, answer.incarnation) == listed and owns(
+            *listed, answer.agent
+        )
+
+    def _greet(self, route: Route, peer: RankInfo, hello: Hello) -> None:
+        link = self._links.new_id()
+        self._newest[route.engine, peer.rank] = link
+        hello = replace(hello, link=link)
+        route.greetings[link] = Greeting(peer, hello)
+        self._context.act(Greet(link, peer.address, hello))
 
     def _check_ready(self, route: Route, now: float) -> Verdict | None:
         if route.greetings:

@@ -20,9 +20,8 @@ from neuron_push.protocol import (
     clip,
 )
 from neuron_push.rendezvous.events import Post, Tell, WriteEnded
-from neuron_push.rendezvous.links import Context, Link, Links, base
+from neuron_push.rendezvous.links import Context, Link, Links
 from neuron_push.rendezvous.producer import (
-    EndedAttempts,
     Sending,
     SendingState,
     Source,
@@ -42,6 +41,8 @@ ONE_PIECE = 1 << 40
 # Reasons of dispatches that ended here, kept so that a late registration hears them.
 MOST_EPITAPHS = 4096
 OVER = "this attempt is over"
+# A day: what `Config.patience` allows.
+MOST_PATIENCE = 86_400.0
 
 
 class Producer:
@@ -54,7 +55,6 @@ class Producer:
         self.sources = Sources()
         self.sendings: dict[tuple[int, int], Sending] = {}
         self._by_write: dict[WriteId, Sending] = {}
-        self._ended: dict[str, EndedAttempts] = {}
         self._epitaphs: dict[tuple[str, ...], str] = {}
 
     @property
@@ -88,9 +88,11 @@ class Producer:
     def settle(self, command: Settle) -> None:
         """More tokens of a source are settled: their bytes may be read."""
         source = self.sources.get(command.source)
-        if source is None or source.gone:
+        if source is None or (source.gone and source.pin != command.pin):
             self._context.act(Tell(Unpinned(command.pin)))
             return
+        if source.gone:
+            return  # WRITEs still read it: the pin goes when they have drained
         for group, (first, ids) in enumerate(zip(command.first, command.blocks, strict=True)):
             extend(source.blocks, group, first, ids)
         source.settled = max(source.settled, command.stop)
@@ -115,6 +117,9 @@ class Producer:
 
     def on_register(self, link: Link, message: Register, now: float) -> None:
         """A decode rank wants tokens; answered every time, applied once."""
+        if message.link != link.hello:
+            self._context.count("stale_messages", label="Register")
+            return
         sending = self.sendings.get((link.id, message.attempt))
         if sending is not None:
             if sending.state is SendingState.STOPPING:
@@ -122,7 +127,7 @@ class Producer:
             else:
                 self._context.send(link, Registered(message.attempt))
             return
-        if message.attempt in self._over(link):
+        if message.attempt in link.over:
             self._context.count("stale_messages", label="Register")
             self._context.send(link, Failed(message.attempt, OVER))
             return
@@ -130,7 +135,7 @@ class Producer:
             sending = self._sending(link, message, now)
         except (PeerError, PlanError) as error:
             self._context.count("rejected_messages", label="Register")
-            self._over(link).add(message.attempt)
+            link.over.add(message.attempt)
             self._context.send(link, Failed(message.attempt, clip(str(error))))
             return
         self.sendings[sending.key] = sending
@@ -143,7 +148,7 @@ class Producer:
         """The decode rank gives up: stop, drain, then confirm; confirm again if asked again."""
         sending = self.sendings.get((link.id, message.attempt))
         if sending is None:
-            self._over(link).add(message.attempt)
+            link.over.add(message.attempt)
             self._context.send(link, Cancelled(message.attempt))
             return
         if not sending.cancelled:
@@ -197,10 +202,6 @@ class Producer:
             sending.broken = False
             self._end(sending)
 
-    def forget_peer(self, agent_base: str) -> None:
-        """A peer's incarnation is over; its attempts cannot come back."""
-        self._ended.pop(agent_base, None)
-
     def tick(self, now: float) -> None:
         """End what waited too long, and repeat what must be heard."""
         config = self._context.config
@@ -228,9 +229,6 @@ class Producer:
 
     # ------------------------------------------------------------------ inside
 
-    def _over(self, link: Link) -> EndedAttempts:
-        return self._ended.setdefault(base(link.agent), EndedAttempts())
-
     def _sending(self, link: Link, message: Register, now: float) -> Sending:
         groups = link.geometry.groups
         if len(message.blocks) != len(groups):
@@ -241,7 +239,7 @@ class Producer:
             if entry.first < 0 or (ids.size and int(ids.max()) >= group.num_blocks):
                 raise PeerError("a block id or index lies outside the registered pages")
             low, high = entry.first, entry.first + ids.size
-            if message.start < message.stop and group.kind == "full" and not (
+            if message.start < message.stop and group.kind in ("full", "mla") and not (
                 low * group.block_tokens <= message.start
                 and message.stop <= high * group.block_tokens
             ):  # fmt: skip
@@ -251,7 +249,7 @@ class Producer:
                 )
             blocks.append(Blocks(entry.first, ids))
         grain, most = self._pieces(link)
-        expires = now + message.patience_ms / 1000
+        expires = now + min(message.patience_ms / 1000, MOST_PATIENCE)
         return Sending(link, message, tuple(blocks), grain, most, now, expires)
 
     def _pieces(self, link: Link) -> tuple[int, int]:
@@ -372,7 +370,7 @@ class Producer:
     def _end(self, sending: Sending) -> None:
         sending.move(SendingState.ENDED)
         sending.link.sessions -= 1
-        self._over(sending.link).add(sending.register.attempt)
+        sending.link.over.add(sending.register.attempt)
         del self.sendings[sending.key]
         source = sending.source
         if source is not None:
