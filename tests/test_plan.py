@@ -243,6 +243,25 @@ def test_different_block_sizes_cut_at_both_grids():
     assert count(prefill, decode, 0, 48) == 2
 
 
+def test_pages_that_run_through_on_one_side_join_within_the_larger_page():
+    narrow = {"tokens": 16, "blocks": [1, 2, 3], "degree": 2, "layers": 1}
+    wide = {"tokens": 48, "blocks": [1], "layers": 1}
+    split, joined = fleet.engine("neuron", **narrow), fleet.engine("neuron", **wide)
+    assert count(split, joined, 0, 48) == 2 * 2
+    split, joined = fleet.engine("neuron", **narrow), fleet.engine("neuron", **wide)
+    assert count(joined, split, 0, 48) == 2 * 2
+
+
+def test_neighbouring_offsets_of_two_regions_do_not_join():
+    planes = tuple(Plane(i, "k", i, i * 16, 64, 64, 16, 4, 4) for i in range(2))
+    regions = tuple(Region(4096 * (i + 1), 4096, "DRAM", 3 * i) for i in range(2))
+    side = Geometry(regions, (Group("full", 4, 4, 4, (0,), planes),), 4)
+    copies = pair(side, side, Ask(((0,),))).copies(0, 4, *[[Blocks(0, np.array([1]))]] * 2)
+    assert fleet.rows(copies) == [[0, 64, 0, 64, 64], [1, 80, 1, 80, 64]]
+    for bound in bind(copies, side, side):
+        assert bound.tolist() == [[4096 + 64, 64, 0], [8192 + 80, 64, 3]]
+
+
 def test_an_empty_range_has_no_copies():
     prefill, decode = both("neuron")
     copies = fleet.one_pair(prefill, decode).copies(5, 5, prefill.lists, decode.lists)
@@ -441,6 +460,10 @@ def test_binding_refuses_a_copy_that_leaves_its_region():
     )
     with pytest.raises(PlanError, match="of region 0, which has"):
         bind(copies, msgspec.structs.replace(source, regions=small), destination)
+    below = one_plane(Plane(0, "k", 0, -512, 256, 64, 16, 4, 4))
+    early = pair(below, below, Ask(((0,),))).copies(0, 4, *[[Blocks(0, np.array([1]))]] * 2)
+    with pytest.raises(PlanError, match="covers bytes -256 to -192"):
+        bind(early, below, below)
     few = msgspec.structs.replace(destination, regions=destination.regions[:1])
     with pytest.raises(PlanError, match="a region that the geometry does not have"):
         bind(copies, source, few)

@@ -77,7 +77,7 @@ def decode_runs(runs: Sequence[int], limit: int) -> npt.NDArray[np.int32]:
 
 
 def pages(blocks: Blocks, group: Group, reserved: int, who: str) -> Ints:
-    """Page number of every listed page of a group, -1 for holes.
+    """Page number of every listed page of a group, negative for holes.
 
     Raises:
         PlanError: an id is negative or not in this cache, or the list starts before token 0.
@@ -89,6 +89,4 @@ def pages(blocks: Blocks, group: Group, reserved: int, who: str) -> Ints:
     per_block = group.block_tokens // group.page_tokens
     if per_block == 1:
         return ids
-    split = ids[:, None] * per_block + np.arange(per_block)
-    split[ids < 0] = -1
-    return split.ravel()
+    return (ids[:, None] * per_block + np.arange(per_block)).ravel()
