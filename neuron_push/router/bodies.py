@@ -92,10 +92,14 @@ def decode_body(
     address: Address,
     request: str,
     transfer_id: str,
+    deadline: float | None = None,
 ) -> bytes:
-    """The leg that receives the prompt's KV from the engine at `address` and answers."""
+    """The leg that receives the prompt's KV from the engine at `address` and answers.
+
+    `deadline` is how many seconds the KV may take; None leaves that to the decode engine.
+    """
     leg = dict(body)
-    leg["kv_transfer_params"] = {
+    params: Body = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
         "remote_engine_id": prefill.engine,
@@ -106,6 +110,9 @@ def decode_body(
         "remote_request_id": request,
         "transfer_id": transfer_id,
     }
+    if deadline is not None:
+        params["deadline_ms"] = max(1, round(deadline * 1000))
+    leg["kv_transfer_params"] = params
     return msgspec.json.encode(leg)
 
 

@@ -41,18 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=limits.silence,
         help="seconds between two pieces of a decode engine's answer; the first awaits prefill",
     )
+    add(
+        "--kv-timeout",
+        type=float,
+        help="seconds for the KV to reach the decode engine; default: the engine's own patience",
+    )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
 
 def settings(args: argparse.Namespace) -> Settings:
     """The settings that the options name; raises ConfigError."""
-    for name in ("max_body", "refresh", "connect_timeout", "prefill_timeout", "silence_timeout"):
-        if getattr(args, name) <= 0:
+    timeouts = ("connect_timeout", "prefill_timeout", "silence_timeout", "kv_timeout")
+    for name in ("max_body", "refresh", *timeouts):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be greater than 0")
     return Settings(
         prefill=[Place.parse(text, args.side_channel_port) for text in args.prefill],
         decode=[Place.parse(text, args.side_channel_port) for text in args.decode],
-        limits=Limits(args.connect_timeout, args.prefill_timeout, args.silence_timeout),
+        limits=Limits(*(getattr(args, name) for name in timeouts)),
         most_body=args.max_body,
         refresh=args.refresh,
     )

@@ -50,7 +50,9 @@ class Dispatch:
     started: float
 
     @classmethod
-    def make(cls, pair: Pair, request: web.Request, body: bodies.Body) -> Dispatch:
+    def make(
+        cls, pair: Pair, request: web.Request, body: bodies.Body, kv_deadline: float | None
+    ) -> Dispatch:
         """A dispatch under a transfer id of its own."""
         info = pair.prefill.info
         assert info is not None, "a usable pair has answered"
@@ -65,7 +67,9 @@ class Dispatch:
             request=name,
             headers=headers,
             prefill_body=bodies.prefill_body(body, chat, transfer),
-            decode_body=bodies.decode_body(body, info, pair.prefill.place.side, name, transfer),
+            decode_body=bodies.decode_body(
+                body, info, pair.prefill.place.side, name, transfer, kv_deadline
+            ),
             started=time.monotonic(),
         )
 
@@ -105,7 +109,7 @@ class Dispatcher:
 
         Raises NoPair, or LegFailed of the leg to blame, while nothing was sent to the client.
         """
-        dispatch = Dispatch.make(self._fleet.choose(), request, body)
+        dispatch = Dispatch.make(self._fleet.choose(), request, body, self._legs.limits.kv)
         prefill = self._start_prefill(dispatch)
         try:
             with _counted(dispatch.pair.decode):

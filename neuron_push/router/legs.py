@@ -60,6 +60,8 @@ class Limits:
     prefill: float = 600.0
     # Between two pieces of the decode leg's answer; the first waits for prefill.
     silence: float = 600.0
+    # For the prompt's KV to reach the decode engine; None leaves that to the engine.
+    kv: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,11 @@ class Legs:
     def __init__(self, session: aiohttp.ClientSession, limits: Limits) -> None:
         self._session = session
         self._limits = limits
+
+    @property
+    def limits(self) -> Limits:
+        """What it was made with."""
+        return self._limits
 
     async def prefill(
         self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes

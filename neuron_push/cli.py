@@ -1,0 +1,90 @@
+"""The `neuron-push` command. Only the chosen subcommand's module is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from neuron_push import __version__
+from neuron_push.errors import NeuronPushError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A module with `add_arguments(parser)` and `main(args) -> int`."""
+
+    module: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands under a common word."""
+
+    commands: Mapping[str, Command]
+    help: str
+
+
+COMMANDS: Final[Mapping[str, Command | Group]] = {
+    "demo": Command("neuron_push.demo.command", "push KV between two real engines, and compare"),
+    "router": Command("neuron_push.router.command", "serve through prefill/decode pairs"),
+    "bench": Group(
+        {
+            "plan": Command("neuron_push.bench.plan", "cost of planning copies"),
+            "hooks": Command("neuron_push.bench.hooks", "cost of the connector in engine steps"),
+        },
+        "micro-benchmarks",
+    ),
+}
+
+
+def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser that knows every command's name, and the options of the one in `words`."""
+    parser = argparse.ArgumentParser(
+        prog="neuron-push", description="Push KV caches between vLLM engines."
+    )
+    parser.add_argument("--version", action="version", version=f"neuron-push {__version__}")
+    _add(parser, COMMANDS, [word for word in words if not word.startswith("-")])
+    return parser
+
+
+def _add(
+    parser: argparse.ArgumentParser, commands: Mapping[str, Command | Group], words: Sequence[str]
+) -> None:
+    choices = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    chosen, rest = (words[0], words[1:]) if words else ("", [])
+    for name, command in commands.items():
+        child = choices.add_parser(name, help=command.help)
+        if isinstance(command, Group):
+            _add(child, command.commands, rest if name == chosen else [])
+        elif name == chosen:
+            module = importlib.import_module(command.module)
+            module.add_arguments(child)
+            child.set_defaults(main=module.main)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. 2 for what the user can mend, 130 when interrupted."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        args = make_parser(words).parse_args(words)
+        return int(args.main(args))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("neuron_push"):
+            raise
+        print(f"neuron-push: {error}: install the extra that brings it", file=sys.stderr)
+        return 2
+    except NeuronPushError as error:
+        print(f"neuron-push: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("neuron-push: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
