@@ -109,9 +109,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_wait_idle: Annotated[float, Meta(ge=0, le=0.1)] = 0.005
     """The same after a second in which nothing happened."""
 
-    most_pinned_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Share of the KV blocks that transfers may pin; prompts beyond it are refused."""
-
     fault: str = ""
     """Deliberate fault for tests: "" none, "tamper" flips one byte of every WRITE."""
 

@@ -182,6 +182,7 @@ class Core:
         plan = self._admit(hello)
         if isinstance(plan, str):
             context.count("handshake_failures")
+            context.note(f"hello of rank {hello.rank} of {hello.engine} refused: {plan}")
             context.act(Answer(event.token, Refusal(plan)))
             return
         for old in self.links.of_rank(hello.engine, hello.rank):
@@ -222,6 +223,7 @@ class Core:
         link.lost = reason
         self.links.drop(link)
         self._context.count("links_lost")
+        self._context.note(f"{link.peer} rank {link.rank} of {link.engine} is lost: {reason}")
         loud = self.consumer.link_lost(link, reason, now)
         loud = self.producer.link_lost(link) or loud
         self._link(self._routes.lost(link, reason), now)

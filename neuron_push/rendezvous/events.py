@@ -213,6 +213,13 @@ class Count:
     label: str = field(default="")
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something an operator wants to find in the log."""
+
+    text: str
+
+
 Action = Union[
-    Open, Close, FindEngine, Greet, Answer, Load, Forget, Notify, Post, Tell, Count
+    Open, Close, FindEngine, Greet, Answer, Load, Forget, Notify, Post, Tell, Count, Note
 ]  # fmt: skip

@@ -130,6 +130,7 @@ class Generations:
         self._last = now
         old = self._context.generation
         self._rotation = Rotation(old, old + 1, self._wanted, deadline=float("inf"))
-        self._wanted = []
         self._context.count("rotations")
+        self._context.note(f"agent generation {old + 1} begins, to fence {len(self._wanted)} peers")
+        self._wanted = []
         self._context.act(Open(old + 1))

@@ -17,7 +17,7 @@ from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Semantics
 from neuron_push.plan import PairPlan
 from neuron_push.protocol import Alive, Moved, Notification
-from neuron_push.rendezvous.events import Action, Count, Forget, Load, Notify
+from neuron_push.rendezvous.events import Action, Count, Forget, Load, Note, Notify
 from neuron_push.rendezvous.ranges import EndedAttempts
 from neuron_push.transport import AgentName
 
@@ -80,6 +80,9 @@ class Context:
 
     def count(self, name: str, value: float = 1.0, label: str = "") -> None:
         self.actions.append(Count(name, value, label))
+
+    def note(self, text: str) -> None:
+        self.actions.append(Note(text))
 
     def send(self, link: Link, message: Notification) -> None:
         """Notify a peer; a lost link is never spoken to."""

@@ -49,6 +49,7 @@ from neuron_push.rendezvous.events import (
     Greeted,
     HelloArrived,
     Load,
+    Note,
     Notified,
     Notify,
     Open,
@@ -109,6 +110,7 @@ class Driver:
             Open: self._open, Close: self._close, FindEngine: self._find, Greet: self._greet,
             Answer: self._answer, Load: self._load, Forget: self._forget, Notify: self._notify,
             Post: self._post, Tell: lambda action, now: self._tell(action.report),
+            Note: lambda action, now: logger.warning("%s", action.text),
             Count: lambda action, now: tally.add(action.name, action.value, action.label),
         }  # fmt: skip
 

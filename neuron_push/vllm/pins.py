@@ -2,7 +2,8 @@
 
 vLLM frees a request's blocks without asking on preemption and on recompute after a failed
 load. The references taken here keep them from being handed out again until every rank says
-that nothing reads or writes them any more.
+that nothing reads or writes them any more. How many blocks are held is bounded by the pool, and
+how long by leases, budgets and the fence: a full pool makes new requests wait, not fail.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
+
+# How soon after the end of a transfer its blocks are expected back. A peer that is slower than
+# this is not worth waiting for: vLLM preempts instead.
+SOON = 0.2
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -22,6 +27,7 @@ class Pin:
     """Blocks held together, and the ranks that have let go of them."""
 
     since: float
+    ended: float = 0.0  # when the transfer was over but for what is in flight
     blocks: list[KVCacheBlock] = field(default_factory=list)
     quiet: set[int] = field(default_factory=set)
 
@@ -29,20 +35,15 @@ class Pin:
 class Pins:
     """All pins of one engine. Lives on the scheduler's thread."""
 
-    def __init__(self, pool: BlockPool, world: int, most_fraction: float) -> None:
+    def __init__(self, pool: BlockPool, world: int) -> None:
         self._pool = pool
         self._world = world
         self._pins: dict[int, Pin] = {}
         self._next = 0
         self.blocks = 0
-        self._most = int(most_fraction * pool.num_gpu_blocks)
 
     def __len__(self) -> int:
         return len(self._pins)
-
-    def room(self, blocks: int) -> bool:
-        """Whether that many more blocks may be pinned."""
-        return self.blocks + blocks <= self._most
 
     def new(self) -> int:
         """A new, empty pin."""
@@ -57,6 +58,17 @@ class Pins:
         self._pool.touch(blocks)
         self._pins[number].blocks += blocks
         self.blocks += len(blocks)
+
+    def ends(self, number: int) -> None:
+        """The transfer is over; its blocks come back when what is in flight has drained."""
+        pin = self._pins.get(number)
+        if pin is not None:
+            pin.ended = monotonic()
+
+    def soon(self) -> bool:
+        """Whether blocks are about to come back, so that a short wait pays."""
+        since = monotonic() - SOON
+        return any(pin.ended > since for pin in self._pins.values())
 
     def quiet(self, number: int, rank: int) -> None:
         """A rank is done with a pin; the last one frees the blocks. Repeats do nothing."""
