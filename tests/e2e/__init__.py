@@ -1,0 +1,1 @@
+"""Two real vLLM engines, real NIXL, one fleet per test session."""

@@ -1,0 +1,192 @@
+"""Bad input and faults: every request ends, every block comes back, both engines serve on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from neuron_push.errors import TransportError
+from neuron_push.processes import free_ports
+from neuron_push.protocol import Address, EngineInfo, Who, encode
+from neuron_push.sidechannel import ask, ask_async
+from tests.e2e.fleet import Fleet, prompt
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+
+BAD_PARAMS: list[dict[str, Any]] = [
+    {"remote_host": None},
+    {"remote_host": 17},
+    {"remote_port": None},
+    {"remote_port": "many"},
+    {"remote_port": 70_000},
+    {"remote_port": -1},
+    {"do_remote_decode": True},
+    {"do_remote_prefill": "yes"},
+    {"transfer_id": ["a"]},
+    {"transfer_id": "x" * 10_000},
+    {"remote_engine_id": "somebody-else"},
+    {"deadline_ms": "soon"},
+]
+
+
+@pytest.mark.parametrize("change", BAD_PARAMS, ids=lambda change: "-".join(map(str, change)))
+async def test_bad_parameters_fail_that_request_only(
+    fleet: Fleet, change: dict[str, Any]
+) -> None:
+    asked = prompt(200, 1001)
+    answer = await fleet.post(
+        fleet.decode, asked, params={**fleet.decode_params("bad"), **change}, timeout=20
+    )
+    assert not answer.ok and answer.status >= 400, answer
+    await fleet.pushes_exactly(prompt(70, 1002))
+
+
+async def test_a_prefill_leg_at_a_decode_engine_is_refused(fleet: Fleet) -> None:
+    answer = await fleet.post(
+        fleet.decode, prompt(200, 1003), params=fleet.prefill_params("wrong"), timeout=20
+    )
+    assert answer.status >= 400
+    answer = await fleet.post(
+        fleet.prefill, prompt(200, 1004), params=fleet.decode_params("wrong"), timeout=20
+    )
+    assert answer.status >= 400
+    await fleet.settles()
+
+
+@pytest.mark.parametrize("target", ["nobody", "http", "decode"])
+async def test_a_wrong_side_channel_address_ends_the_request(fleet: Fleet, target: str) -> None:
+    port = {
+        "nobody": free_ports(1)[0], "http": fleet.prefill.port, "decode": fleet.decode.side_port,
+    }[target]  # fmt: skip
+    answer = await fleet.post(
+        fleet.decode, prompt(200, 1005), params=fleet.decode_params("lost", remote_port=port),
+        timeout=20,
+    )  # fmt: skip
+    assert answer.status >= 400 and answer.seconds < 8, answer
+    await fleet.settles()
+
+
+async def test_a_decode_leg_without_prefill_ends_within_its_budget(fleet: Fleet) -> None:
+    answer = await fleet.post(
+        fleet.decode, prompt(500, 1011), params=fleet.decode_params("alone", deadline_ms=1500)
+    )
+    assert answer.status >= 400 and 1.0 < answer.seconds < 4.0, answer
+    await fleet.settles()
+
+
+async def test_a_prefill_leg_without_decode_is_let_go_after_its_lease(fleet: Fleet) -> None:
+    asked = prompt(500, 1021)
+    assert (
+        await fleet.post(fleet.prefill, asked, tokens=1, params=fleet.prefill_params("alone2"))
+    ).ok
+    assert await fleet.metric(fleet.prefill, "neuron_push_pinned_blocks") > 0
+    await fleet.settles(within=6.0)
+    answer = await fleet.post(fleet.decode, asked, params=fleet.decode_params("alone2"))
+    assert answer.status >= 400 and answer.seconds < 2.0, answer  # told, not timed out
+
+
+async def test_an_aborted_prefill_leg_ends_the_decode_leg(fleet: Fleet) -> None:
+    asked = prompt(3000, 1031)
+    decode = asyncio.create_task(
+        fleet.post(fleet.decode, asked, params=fleet.decode_params("gone"), timeout=30)
+    )
+    prefill = await fleet.post(
+        fleet.prefill, asked, tokens=1, params=fleet.prefill_params("gone"), timeout=0.15
+    )
+    answer = await decode
+    assert answer.status >= 400 or prefill.ok, answer
+    assert answer.seconds < 8
+    await fleet.settles()
+
+
+@pytest.mark.parametrize("patience", [0.02, 0.1, 0.3, 0.6])
+async def test_a_client_that_leaves_costs_nothing(fleet: Fleet, patience: float) -> None:
+    asked = [prompt(1500, 1041 + number) for number in range(3)]
+
+    async def leave(number: int) -> None:
+        transfer = f"left-{patience}-{number}"
+        await asyncio.gather(
+            fleet.post(fleet.prefill, asked[number], tokens=1, timeout=patience,
+                       params=fleet.prefill_params(transfer)),
+            fleet.post(fleet.decode, asked[number], tokens=64, timeout=patience,
+                       params=fleet.decode_params(transfer)),
+        )  # fmt: skip
+
+    await asyncio.gather(*(leave(number) for number in range(3)))
+    await fleet.settles()
+    await fleet.pushes_exactly(asked[0])
+
+
+async def test_an_abort_storm_corrupts_and_leaks_nothing(fleet: Fleet) -> None:
+    source = random.Random(5)
+    wrong: list[Any] = []
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(number * 0.04)
+        asked = prompt(source.randrange(40, 900), 2000 + number)
+        expected = await fleet.reference(asked)
+        transfer = f"storm-{number}"
+        timeout = source.uniform(0.01, 0.5) if number % 2 else 60
+        _, answer = await asyncio.gather(
+            fleet.post(fleet.prefill, asked, tokens=1, timeout=60 if number % 4 else timeout,
+                       params=fleet.prefill_params(transfer)),
+            fleet.post(fleet.decode, asked, timeout=timeout,
+                       params=fleet.decode_params(transfer, deadline_ms=8000)),
+        )  # fmt: skip
+        if answer.ok and answer.text != expected:
+            wrong.append((number, answer.text, expected))
+
+    await asyncio.gather(*(one(number) for number in range(60)))
+    assert not wrong
+    await fleet.settles(within=20)
+
+
+async def test_a_prompt_longer_than_the_kv_cache_is_an_error(fleet: Fleet) -> None:
+    asked = prompt(5000, 1061)
+    answer = await fleet.post(fleet.decode, asked, params=fleet.decode_params("long"))
+    assert answer.status == 400
+    await fleet.pushes_exactly(prompt(50, 1062))
+
+
+async def test_more_prompts_than_the_kv_cache_holds_all_end_exactly(fleet: Fleet) -> None:
+    prompts = [prompt(2000, 1070 + number) for number in range(7)]
+    await asyncio.gather(*(fleet.pushes_exactly(each, tokens=48) for each in prompts))
+    await fleet.settles()
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"GET / HTTP/1.1\r\n\r\n", b"NP\x63" + encode(Who())[3:], b"NP\x01\xc1\xff",
+              b"NP\x01" + bytes(100_000)],
+    ids=["empty", "http", "old-version", "malformed", "noise"],
+)  # fmt: skip
+async def test_garbage_on_the_side_channel_is_refused(fleet: Fleet, frame: bytes) -> None:
+    import zmq
+    import zmq.asyncio
+
+    context = zmq.asyncio.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://127.0.0.1:{fleet.prefill.side_port}")
+        await dealer.send(frame)
+        answer = await asyncio.wait_for(dealer.recv(), 5)
+        assert b"Refusal" in answer
+    finally:
+        context.destroy(linger=0)
+    await fleet.pushes_exactly(prompt(40, 1080))
+
+
+async def test_an_engine_says_who_it_is(fleet: Fleet) -> None:
+    info = await ask_async(Address("127.0.0.1", fleet.prefill.side_port), Who(), 5.0)
+    assert isinstance(info, EngineInfo)
+    assert (info.role, info.world, len(info.ranks), info.modes) == ("producer", 1, 1, ("push",))
+    assert info.total_blocks == 200 and 0 < info.free_blocks <= 200
+
+
+def test_a_dead_port_is_an_error_that_names_it() -> None:
+    port = free_ports(1)[0]
+    with pytest.raises(TransportError, match=str(port)):
+        ask(Address("127.0.0.1", port), Who(), 1.0)
