@@ -73,12 +73,13 @@ def main(args: argparse.Namespace) -> int:
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    logging.getLogger(__name__).info("listening on http://%s:%d", args.host, args.port)
     web.run_app(
         make_app(settings(args), ask_async),
         host=args.host,
         port=args.port,
         handler_cancellation=True,
-        print=lambda text: logging.getLogger("neuron_push.router").info("%s", text),
+        print=None,
         loop=_new_loop(),
     )
     return 0
