@@ -73,8 +73,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long a peer's side channel may take to answer."""
 
     drain_timeout: Seconds = 30.0
-    """How long a peer that shows signs of life may take to confirm a cancellation before it
-    is fenced like a dead one."""
+    """How long a peer that shows signs of life may take to confirm a cancellation, or a WRITE
+    towards it to end, before it is fenced like a dead one."""
 
     move_timeout: Seconds = 5.0
     """How long a healthy peer may take to follow to a new agent generation before it counts

@@ -48,7 +48,7 @@ from neuron_push.rendezvous.events import (
     WriteEnded,
 )
 from neuron_push.rendezvous.fence import Generations
-from neuron_push.rendezvous.links import Context, Identity, Link, Links, generation_of, owns
+from neuron_push.rendezvous.links import Context, Identity, Link, Links, owns
 from neuron_push.rendezvous.routes import Routes, Verdict
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
@@ -81,7 +81,7 @@ class Core:
             Abandon: lambda event, now: self.consumer.abandon(event, now),
             Offer: lambda event, now: self.producer.offer(event, now),
             Near: lambda event, now: self.producer.near(event),
-            Settle: lambda event, now: self.producer.settle(event),
+            Settle: lambda event, now: self.producer.settle(event, now),
             Retire: lambda event, now: self.producer.retire(event, now),
             Opened: lambda event, now: self.generations.on_opened(event, now),
             Closed: self._closed,
@@ -117,9 +117,9 @@ class Core:
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass: repeats, silences, leases, rotations."""
-        for link, reason in (*self.links.tick(now), *self.consumer.tick(now)):
+        silent, stuck = self.links.tick(now), [*self.consumer.tick(now), *self.producer.tick(now)]
+        for link, reason in (*silent, *stuck):
             self._lose(link, reason, now)
-        self.producer.tick(now)
         for link, reason in self.generations.tick(now):
             self._lose(link, reason, now)
         return self._take()
@@ -193,7 +193,7 @@ class Core:
         link = Link(
             self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
             hello.metadata, hello.geometry, context.generation, heard=now,
-            since=generation_of(agent), hello=hello.link, plan=plan, sharers=hello.sharers,
+            hello=hello.link, plan=plan, sharers=hello.sharers,
         )  # fmt: skip
         self.links.add(link)
         me = context.identity

@@ -9,6 +9,7 @@ transfers and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
@@ -104,7 +105,6 @@ class Link:
     geometry: Geometry
     generation: int  # the generation of ours that we use towards it
     heard: float
-    since: int = 0  # the peer's generation when it was greeted; messages of earlier ones are late
     hello: int = 0  # number of the hello that opened it, drawn by the decode rank
     plan: PairPlan | None = None  # for decode peers: how our pages map to theirs
     sharers: int = 1
@@ -134,7 +134,7 @@ class Links:
         self._open: dict[str, Link] = {}
         self._ticked = 0.0
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Link]:
         return iter(list(self._open.values()))
 
     def __len__(self) -> int:
@@ -148,13 +148,8 @@ class Links:
         self._open[base(link.agent)] = link
 
     def find(self, agent: AgentName) -> Link | None:
-        """The open link that a peer's agent speaks for.
-
-        A message sent by a generation from before the hello may concern blocks that were
-        given back since; it finds no link.
-        """
-        link = self._open.get(base(agent))
-        return link if link and generation_of(agent) >= link.since else None
+        """The open link that a peer's agent, of whatever generation, speaks for."""
+        return self._open.get(base(agent))
 
     def of_rank(self, engine: str, rank: int) -> list[Link]:
         """Open links to any incarnation of a rank."""

@@ -80,6 +80,7 @@ class Write:
     source: Source
     generation: int  # ours
     agent: AgentName  # theirs
+    posted: float  # when
 
 
 @dataclass(slots=True, eq=False)

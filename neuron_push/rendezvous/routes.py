@@ -20,7 +20,7 @@ from neuron_push.geometry import check
 from neuron_push.plan import Ask, assign
 from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, Welcome
 from neuron_push.rendezvous.events import EngineFound, FindEngine, Greet, Load
-from neuron_push.rendezvous.links import Context, Link, Links, generation_of, owns
+from neuron_push.rendezvous.links import Context, Link, Links, owns
 from neuron_push.transport import AgentName
 
 Verdict = tuple[list[int], list[Link] | str]  # attempts, and their links or the reason
@@ -147,7 +147,7 @@ class Routes:
         opened = Link(
             link, "prefill", answer.engine, answer.rank, answer.incarnation, agent,
             answer.metadata, greeting.peer.geometry, context.generation, heard=now,
-            since=generation_of(agent), hello=link,
+            hello=link,
         )  # fmt: skip
         self._links.add(opened)
         route.links.append(opened)

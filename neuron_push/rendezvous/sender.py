@@ -85,7 +85,7 @@ class Producer:
             for sending in source.sendings:
                 self._announce(sending)
 
-    def settle(self, command: Settle) -> None:
+    def settle(self, command: Settle, now: float) -> None:
         """More tokens of a source are settled: their bytes may be read."""
         source = self.sources.get(command.source)
         if source is None or (source.gone and source.pin != command.pin):
@@ -99,7 +99,7 @@ class Producer:
         source.pin = command.pin
         source.last = source.last or command.last
         for sending in list(source.sendings):
-            self._advance(sending)
+            self._advance(sending, now)
 
     def retire(self, command: Retire, now: float) -> None:
         """The request left the engine; see `commands.Retire` for what each outcome means."""
@@ -169,7 +169,7 @@ class Producer:
         write = self._drained(sending, event.write)
         if event.outcome == "done":
             sending.landed.add(write.start, write.stop)
-            self._advance(sending)
+            self._advance(sending, now)
             if sending.complete and sending.state is not SendingState.STOPPING:
                 self._context.count("sends", label="sent")
                 self._context.count("transfer_seconds", now - sending.matched)
@@ -202,10 +202,13 @@ class Producer:
             sending.broken = False
             self._end(sending)
 
-    def tick(self, now: float) -> None:
-        """End what waited too long, and repeat what must be heard."""
+    def tick(self, now: float) -> list[tuple[Link, str]]:
+        """End what waited too long, repeat what must be heard; returns links with a stuck WRITE."""
         config = self._context.config
+        stuck: list[tuple[Link, str]] = []
         for sending in list(self.sendings.values()):
+            if any(now >= write.posted + config.drain_timeout for write in sending.writes.values()):
+                stuck.append((sending.link, "a WRITE towards it does not end"))
             if sending.state is SendingState.WAITING and now >= sending.expires:
                 if sending.register.start == sending.register.stop:
                     self._end(sending)
@@ -226,6 +229,7 @@ class Producer:
                     source, "the lease on the finished prompt ended", again=False, now=now
                 )
                 self._release(source)
+        return stuck
 
     # ------------------------------------------------------------------ inside
 
@@ -280,15 +284,15 @@ class Producer:
             return
         if source.near:
             self._announce(sending)
-        self._advance(sending)
+        self._advance(sending, now)
 
-    def _advance(self, sending: Sending) -> None:
+    def _advance(self, sending: Sending, now: float) -> None:
         """Post what is settled and not posted, up to the WRITEs allowed in flight."""
         while len(sending.writes) < self._context.config.writes_in_flight:
             piece = sending.next_piece()
             if piece is None:
                 return
-            self._post(sending, *piece)
+            self._post(sending, *piece, now)
 
     def _announce(self, sending: Sending) -> None:
         """Say once that bytes are about to arrive."""
@@ -296,13 +300,14 @@ class Producer:
             sending.soon = True
             self._context.send(sending.link, Soon(sending.register.attempt))
 
-    def _post(self, sending: Sending, start: int, stop: int) -> None:
+    def _post(self, sending: Sending, start: int, stop: int, now: float) -> None:
         link, source, attempt = sending.link, sending.source, sending.register.attempt
         assert source is not None and link.plan is not None
         number = WriteId(next(self._write_ids))
         self._announce(sending)
         sending.posted.add(start, stop)
-        sending.writes[number] = Write(start, stop, source, link.generation, link.agent)
+        write = Write(start, stop, source, link.generation, link.agent, now)
+        sending.writes[number] = write
         self._by_write[number] = sending
         source.writes += 1
         route = (link.generation, link.agent)

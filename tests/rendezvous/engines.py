@@ -116,7 +116,7 @@ class Engine:
 
     # -------------------------------------------------------------------- decode
 
-    def receive(self, match: Match, prompt: str, prefill: str, *, start=0, hold=False, patience=3.0):
+    def receive(self, match, prompt, prefill, *, start=0, hold=False, patience=3.0):
         """Reserve blocks and register them; returns the attempt, or None without blocks."""
         size, number = self.shape.block_tokens, self.number()
         first = start // size

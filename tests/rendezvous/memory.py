@@ -6,6 +6,8 @@ per (block, slot, prefill rank), holds (prompt, token).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from neuron_push.rendezvous.events import Post
 from tests.rendezvous.net import Write
 
@@ -38,7 +40,7 @@ class Memory:
         world.rng.shuffle(rows)
         cuts = sorted(world.rng.randrange(len(rows) + 1) for _ in range(world.rng.randrange(3)))
         edges = [0, *cuts, len(rows)]
-        pieces = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+        pieces = [rows[a:b] for a, b in pairwise(edges) if a < b]
         return Write(writer, post, post.done.attempt, post.agent, pin, pieces)
 
     def snapshot(self, write):

@@ -30,6 +30,8 @@ class Faults:
     dup: float = 0.0
     reorder: bool = False
     slow: float = 0.003
+    side_slow: float = 0.003  # on the side channel
+    stuck: float = 0.0  # the completion of a WRITE that landed never comes
     lose_done: float = 0.0
     hang: float = 0.0  # the completion of a WRITE into a dead target never comes
     write_slow: float = 0.01
@@ -63,6 +65,7 @@ class Process:
     incarnation: int
     alive: bool = True
     frozen_until: float = 0.0
+    inbox: list = field(default_factory=list)  # what happens to a frozen process
     open: dict[int, str] = field(default_factory=dict)
     loaded: dict[int, set[str]] = field(default_factory=dict)
     writes: dict[int, Write] = field(default_factory=dict)
@@ -87,14 +90,29 @@ class Process:
         """
 
         def fire():
-            if not self.alive or (if_open and if_open not in self.open.values()):
-                return
-            if self.frozen_until > self.world.now:
-                self.world.at(self.frozen_until - self.world.now, fire)
-            else:
-                self.feed(event)
+            if if_open is None or if_open in self.open.values():
+                self.when_awake(lambda: self.feed(event))
 
         self.world.at(delay, fire)
+
+    def when_awake(self, action):
+        """Do something now, or in its turn when this process thaws, unless it dies."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.world.now:
+            self.inbox.append(action)
+        else:
+            action()
+
+    def freeze(self, seconds):
+        self.frozen_until = max(self.frozen_until, self.world.now + seconds)
+        self.world.at(seconds, self.thaw)
+
+    def thaw(self, *, now=False):
+        if now:
+            self.frozen_until = 0.0
+        while self.alive and self.inbox and self.frozen_until <= self.world.now:
+            self.inbox.pop(0)()
 
     def feed(self, event):
         self.carry_out(self.core.handle(event, self.world.now))
@@ -138,6 +156,9 @@ class Process:
     def _forget(self, action):
         self.loaded.get(action.generation, set()).discard(action.agent)
 
+    def _note(self, action):
+        """Nobody reads the log here."""
+
     def _count(self, action):
         self.world.counts[action.name, action.label] += action.value
 
@@ -145,7 +166,7 @@ class Process:
         self.engine.report(self, action.report)
 
     def _findengine(self, action):
-        world, delay = self.world, self.world.delay()
+        world, delay = self.world, self.world.side_delay()
         if world.chance(world.faults.refuse):
             return self.later(CONFIG.greeting_timeout, ev.EngineMissing(action.address, "silent"))
 
@@ -155,7 +176,7 @@ class Process:
                 event = ev.EngineFound(action.address, engine.info(), self.engine.info())
             else:
                 event = ev.EngineMissing(action.address, "connection refused")
-            self.later(world.delay(), event)
+            self.later(world.side_delay(), event)
 
         world.at(delay, ask)
         return None
@@ -163,14 +184,14 @@ class Process:
     def _greet(self, action):
         world = self.world
         late = world.chance(world.faults.refuse)
-        delay = world.rng.uniform(0, 1.5) if late else world.delay()
+        delay = world.rng.uniform(0, 1.5) if late else world.side_delay()
         if late:
             self.later(CONFIG.greeting_timeout, ev.Greeted(action.link, Refusal("timed out")))
 
         def arrive():
             peer = world.process_at(action.address)
             if peer is None:
-                self.later(world.delay(), ev.Greeted(action.link, Refusal("nobody answers")))
+                self.later(world.side_delay(), ev.Greeted(action.link, Refusal("nobody answers")))
                 return
             token = (self, action.link, late)
             peer.later(0.0, ev.HelloArrived(token, action.hello))
@@ -187,7 +208,7 @@ class Process:
         if action.metadata:
             self.loaded[action.generation].add(action.metadata.decode())
         if not late:
-            caller.later(self.world.delay(), ev.Greeted(link, action.message))
+            caller.later(self.world.side_delay(), ev.Greeted(link, action.message))
 
     def _notify(self, action):
         world = self.world
@@ -254,7 +275,7 @@ def land(write, index):
     if not world.chance(world.faults.lose_done):
         world.deliver(write.writer.identity.agent(write.post.generation), write.target,
                       write.post.done)  # fmt: skip
-    if write.ghost is None:
+    if write.ghost is None and not world.chance(world.faults.stuck):
         done = ev.WriteEnded(write.post.write, "done")
         world.at(world.rng.uniform(0, world.faults.write_slow), lambda: end(write, done))
 
@@ -262,15 +283,16 @@ def land(write, index):
 def end(write, event):
     """The writer's driver sees how a WRITE ended, unless its generation is closed by then."""
     writer = write.writer
-    if not writer.alive or write.post.generation not in writer.open:
-        return
-    if writer.frozen_until > writer.world.now:
-        writer.world.at(writer.frozen_until - writer.world.now, lambda: end(write, event))
-        return
-    if event.outcome == "done":
-        write.read_over = True
-        writer.writes.pop(write.post.write, None)
-    writer.feed(event)
+
+    def see():
+        if write.post.generation not in writer.open:
+            return
+        if event.outcome == "done":
+            write.read_over = True
+            writer.writes.pop(write.post.write, None)
+        writer.feed(event)
+
+    writer.when_awake(see)
 
 
 def wire(message):

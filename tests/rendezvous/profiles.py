@@ -35,6 +35,13 @@ PROFILES = {
         replace(LOSSY, reorder=True, slow=0.04, write_slow=0.3, false_unreachable=0.01),
         requests=40, decodes=(ONE, ONE), prefills=(ONE, ONE), false_deaths=8,
     ),
+    "late registrations": Profile(
+        Faults(reorder=True, slow=0.15, write_slow=0.4), requests=80, false_deaths=12
+    ),
+    "a healthy peer during rotations": Profile(
+        Faults(write_slow=0.25), prefills=(ONE, ONE), requests=30, false_deaths=6, spared="P1"
+    ),
+    "stuck WRITEs": Profile(replace(LOSSY, stuck=0.1)),
     "chaos": CHAOS,
     "chaos, many engines": replace(CHAOS, prefills=(ONE, ONE), decodes=(ONE, ONE), requests=30),
     "chaos, TP 2 to 1": replace(CHAOS, prefills=(TWO,), decodes=(ONE,)),

@@ -26,6 +26,7 @@ class Profile:
     crashes: int = 0
     freezes: int = 0
     false_deaths: int = 0
+    spared: str = ""  # an engine that has no trouble and whose peers must not feel any
 
 
 def run(seed: int, profile: Profile) -> World:
@@ -43,24 +44,34 @@ def run(seed: int, profile: Profile) -> World:
         seconds = world.rng.choice([0.05, 0.5, 1.0, 2.0])
         world.at(world.rng.uniform(0, profile.seconds), lambda s=seconds: _freeze(world, s))
     for _ in range(profile.false_deaths):
-        world.at(world.rng.uniform(0, profile.seconds), lambda: _false_death(world))
+        world.at(world.rng.uniform(0, profile.seconds), lambda: _false_death(world, profile.spared))
     world.run(profile.seconds + 1.0)
     world.calm()
     world.settle_down()
+    for engine in world.engines.values():
+        for attempt in engine.attempts.values():
+            served = all(attempt.reported.values())
+            unharmed = served or attempt.prefill != profile.spared
+            world.check(unharmed, f"{engine.name}: {attempt} of a healthy peer failed")
     return world
 
 
 def _freeze(world, seconds):
     alive = world.processes()
     if alive:
-        world.freeze(world.rng.choice(alive), seconds)
+        world.rng.choice(alive).freeze(seconds)
 
 
-def _false_death(world):
+def _false_death(world, spared):
     """A transport cries wolf about one healthy link."""
     from neuron_push.rendezvous.events import Unreachable
 
-    links = [(process, link) for process in world.processes() for link in process.core.links]
+    links = [
+        (process, link)
+        for process in world.processes()
+        for link in process.core.links
+        if spared not in (process.engine.name, link.engine)
+    ]
     if links:
         process, link = world.rng.choice(links)
         process.later(0.0, Unreachable(link.agent, "false alarm"))

@@ -65,6 +65,9 @@ class World:
     def delay(self) -> float:
         return self.rng.expovariate(1 / self.faults.slow) if self.faults.slow else 0.0
 
+    def side_delay(self) -> float:
+        return self.rng.expovariate(1 / self.faults.side_slow)
+
     def run(self, seconds):
         end = self.now + seconds
         while self._heap and self._heap[0][0] <= end:
@@ -128,9 +131,6 @@ class World:
                     peer.later(self.delay(), ev.Unreachable(agent, "connection reset"))
         self.at(restart_after, lambda: self.start(name, engine.incarnation + 1))
 
-    def freeze(self, process, seconds):
-        process.frozen_until = max(process.frozen_until, self.now + seconds)
-
     def processes(self):
         return [p for engine in self.engines.values() for p in engine.processes if p.alive]
 
@@ -140,7 +140,7 @@ class World:
         """Faults stop: the network delivers, nobody dies, what froze thaws."""
         self.faults = Faults()
         for process in self.processes():
-            process.frozen_until = min(process.frozen_until, self.now)
+            process.thaw(now=True)
 
     def settle_down(self, bound=BOUND):
         """Promise 4: everything ends and every block comes back, in bounded time."""
