@@ -1,7 +1,9 @@
 """The only package that imports vLLM: a facade over the core.
 
 connector   NeuronPushConnector, the class vLLM loads
-scheduler   its scheduler half: pins, commands, parameters
+scheduler   its scheduler half: sorts requests, writes each step's metadata
+prefills    the scheduler half's prefill legs
+decodes     the scheduler half's decode legs
 worker      its worker half: geometry, settle points, reports
 params      kv_transfer_params, checked
 identity    semantics, request ids and prompt fingerprints

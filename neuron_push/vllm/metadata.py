@@ -11,12 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from neuron_push.commands import Command
 
+# (request, reason, block ids): a load that fails at once. The block ids are for vLLM versions
+# that are told of a failure by block; empty for the others.
+Rejection = tuple[str, str, tuple[int, ...]]
+
 
 class StepMeta(KVConnectorMetadata):
     """Scheduler half to worker half, once per step.
 
-    `rejected` lists (request, reason) that must be reported as failed at once. `idle` says
-    that the step computes nothing, so the worker half may wait a moment for news.
+    `idle` says that the step computes nothing, so the worker half may wait a moment for news.
     """
 
     __slots__ = ("commands", "idle", "rejected")
@@ -24,7 +27,7 @@ class StepMeta(KVConnectorMetadata):
     def __init__(
         self,
         commands: tuple[Command, ...] = (),
-        rejected: tuple[tuple[str, str], ...] = (),
+        rejected: tuple[Rejection, ...] = (),
         idle: bool = False,
     ) -> None:
         self.commands = commands

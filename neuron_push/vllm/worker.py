@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from neuron_push import accelerator as accelerators
-from neuron_push.commands import Command, Receive, Received, ReceiveFailed, Retire, Settle, Unpinned
+from neuron_push.commands import Command, Receive, ReceiveFailed, Retire, Settle, Unpinned
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError
 from neuron_push.nixl import factory
@@ -25,7 +25,7 @@ from neuron_push.protocol import Address
 from neuron_push.rendezvous import Identity
 from neuron_push.transfer import TransferThread
 from neuron_push.vllm import describe, identity
-from neuron_push.vllm.metadata import NOTHING, StepMeta, WorkerMeta
+from neuron_push.vllm.metadata import NOTHING, Rejection, StepMeta, WorkerMeta
 from neuron_push.vllm.stats import PushStats
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class WorkerHalf:
         self._bound: dict[int, Receive] = {}  # attempts under way
         self._bad_blocks: set[int] = set()
         self._unpinned: list[tuple[int, int]] = []
-        self._rejected: list[tuple[str, str]] = []
+        self._rejected: list[Rejection] = []
         self._last_news = 0.0
 
     # ------------------------------------------------------------------ memory
@@ -124,6 +124,8 @@ class WorkerHalf:
                     self._bound[command.attempt] = command
         assert self._thread is not None
         self._thread.submit(now)
+        if self._thread.failure is not None:
+            self._fail_all(f"the transfer thread stopped: {self._thread.failure}")
 
     def finish_forward(self) -> None:
         """Settle point of runners that call it; draft layers are written later."""
@@ -143,7 +145,7 @@ class WorkerHalf:
         thread = self._thread
         if thread is None:
             return set(), set()
-        if self._meta.idle:
+        if self._meta.idle and not self._rejected:
             self._wait(thread)
         reports = thread.take()
         if not reports and not self._rejected:
@@ -152,21 +154,17 @@ class WorkerHalf:
         ended: set[str] = set()
         failed: set[str] = set()
         for report in reports:
-            match report:
-                case Received():
-                    self._bound.pop(report.attempt, None)
-                    ended.add(report.request)
-                case ReceiveFailed():
-                    logger.warning("request %s: KV not received: %s", report.request, report.reason)
-                    self._failed(report)
-                    ended.add(report.request)
-                    failed.add(report.request)
-                case Unpinned():
-                    self._unpinned.append((report.pin, self._rank))
-        for request, reason in self._rejected:
+            if isinstance(report, Unpinned):
+                self._unpinned.append((report.pin, self._rank))
+            elif (command := self._bound.pop(report.attempt, None)) is not None:
+                ended.add(report.request)
+                if isinstance(report, ReceiveFailed):
+                    self._rejected.append((report.request, report.reason, _first_group(command)))
+        for request, reason, blocks in self._rejected:
             logger.warning("request %s: KV not received: %s", request, reason)
             ended.add(request)
             failed.add(request)
+            self._bad_blocks.update(blocks)
         self._rejected.clear()
         return ended, failed
 
@@ -191,15 +189,20 @@ class WorkerHalf:
 
     # ------------------------------------------------------------------ inside
 
-    def _failed(self, report: ReceiveFailed) -> None:
-        command = self._bound.pop(report.attempt, None)
-        if command is not None:
-            self._bad_blocks.update(command.blocks[0])
+    def _fail_all(self, reason: str) -> None:
+        """Nobody will answer what is under way; the pins stay, since WRITEs may still land."""
+        bound, self._bound = self._bound, {}
+        self._rejected += [(c.request, reason, _first_group(c)) for c in bound.values()]
 
     def _wait(self, thread: TransferThread) -> None:
         config = self._config
         quiet = time.monotonic() - self._last_news > QUIET
         thread.wait(config.step_wait_idle if quiet else config.step_wait)
+
+
+def _first_group(command: Receive) -> tuple[int, ...]:
+    """The blocks of a load; a vLLM that is told of failures by block has one group of them."""
+    return tuple(command.blocks[0])
 
 
 __all__ = ["WorkerHalf"]

@@ -1,0 +1,159 @@
+"""The decode side of the scheduler half: requests whose prompt another engine computes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from neuron_push.commands import Abandon, Command, Receive
+from neuron_push.protocol import Match
+from neuron_push.vllm.compat import FAILS_BY_REQUEST
+from neuron_push.vllm.metadata import Rejection
+from neuron_push.vllm.params import DecodeLeg
+from neuron_push.vllm.pins import Pins
+from neuron_push.vllm.prefills import status_text
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+# How long a prefill engine is asked to keep a "nothing wanted" for a prompt it has not seen.
+DECLINE_PATIENCE = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Decode:
+    """A request whose prompt another engine computes, or one that must fail."""
+
+    leg: DecodeLeg | None
+    match: Match | None
+    reject: str = ""  # why it must fail
+    computed: int = 0  # tokens found in the local prefix cache
+    attempt: int = 0  # 0: not registered
+    pin: int = -1
+    settled: bool = False  # loaded, failed or not wanted: never ask again
+
+
+class Decodes:
+    """Registers, declines and abandons; holds the blocks that are written into."""
+
+    def __init__(
+        self,
+        commands: list[Command],
+        rejected: list[Rejection],
+        sizes: Sequence[int],
+        *,
+        patience: float,
+        recompute: bool,
+    ) -> None:
+        self._commands = commands
+        self._rejected = rejected
+        self._sizes = sizes
+        self._patience = patience
+        # vLLM recomputes into the very blocks: it may hear of a failure only when they are quiet.
+        self._hold_failure = recompute or not FAILS_BY_REQUEST
+        self._attempts = count(1)
+        self._waiting: dict[str, Decode] = {}
+
+    def begin(self, request: Request, leg: DecodeLeg, match: Match) -> None:
+        """A new request is a decode leg."""
+        self._waiting[request.request_id] = Decode(leg, match)
+
+    def reject(self, request: Request, reason: str) -> None:
+        """A new request cannot be served: its load fails when it is admitted."""
+        self._waiting[request.request_id] = Decode(None, None, reason)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+        """How many prompt tokens beyond `computed` another engine will push."""
+        decode = self._waiting.get(request.request_id)
+        if decode is None or decode.settled or decode.attempt:
+            return 0, False
+        prompt = request.num_prompt_tokens
+        decode.computed = computed
+        if prompt - computed <= 1 and not decode.reject:
+            return 0, False  # the last token is computed here in any case
+        return prompt - computed, prompt > computed
+
+    def after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, external: int, pins: Pins
+    ) -> None:
+        """Blocks are allocated: pin and register them, or let the prompt go."""
+        decode = self._waiting.get(request.request_id)
+        if decode is None or decode.settled or decode.attempt:
+            return
+        if external == 0:
+            decode.settled = True
+            self._decline(decode, request.request_id)
+            return
+        start, stop = decode.computed, decode.computed + external
+        first = tuple([start // size for size in self._sizes])
+        tables = blocks.get_block_ids()
+        wanted = tuple(
+            [
+                table[low : -(-stop // size)]
+                for table, low, size in zip(tables, first, self._sizes, strict=True)
+            ]
+        )
+        if decode.reject:
+            self._fail(decode, request.request_id, wanted)
+            return
+        decode.pin = pins.new()
+        for table in wanted:
+            pins.add(decode.pin, table)
+        decode.attempt = next(self._attempts)
+        leg, match = decode.leg, decode.match
+        assert leg is not None and match is not None
+        self._commands.append(
+            Receive(
+                decode.attempt, request.request_id, leg.prefill, leg.engine, match, start, stop,
+                first, wanted, decode.pin, leg.patience or self._patience, self._hold_failure,
+            )
+        )  # fmt: skip
+
+    def loaded(self, name: str, pins: Pins) -> None:
+        """The workers report that a load has ended, well or not."""
+        decode = self._waiting.get(name)
+        if decode is not None and not decode.settled:
+            decode.settled = True
+            pins.ends(decode.pin)
+
+    def finished(self, request: Request, pins: Pins) -> None:
+        """A request leaves the engine: stop what is under way for it."""
+        decode = self._waiting.pop(request.request_id, None)
+        if decode is None or decode.settled:
+            return
+        if decode.attempt:
+            self._commands.append(Abandon(decode.attempt, status_text(request)))
+            pins.ends(decode.pin)
+        else:
+            self._decline(decode, request.request_id)
+
+    # ------------------------------------------------------------------ inside
+
+    def _decline(self, decode: Decode, name: str) -> None:
+        """Tell the prefill engine that nothing is wanted, so that it lets the prompt go."""
+        leg, match = decode.leg, decode.match
+        if leg is None or match is None:
+            return
+        none: tuple[list[int], ...] = tuple([[] for _ in self._sizes])
+        self._commands.append(
+            Receive(
+                next(self._attempts), name, leg.prefill, leg.engine, match, 0, 0,
+                (0,) * len(none), none, -1, DECLINE_PATIENCE,
+            )
+        )  # fmt: skip
+
+    def _fail(self, decode: Decode, name: str, wanted: tuple[list[int], ...]) -> None:
+        logger.warning("request %s fails: %s", name, decode.reject)
+        decode.settled = True
+        # A vLLM that is told of failures by block has one group of blocks.
+        blocks = () if FAILS_BY_REQUEST else tuple(wanted[0])
+        self._rejected.append((name, decode.reject, blocks))
+
+
+__all__ = ["Decodes"]

@@ -1,0 +1,1 @@
+"""Tests of the vLLM facade, against the installed vLLM's own classes."""
