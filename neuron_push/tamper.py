@@ -86,7 +86,8 @@ class _Tampered:
         length = min(int(source[0, 1]), _PAGE)
         scratch = self._scratch[page]
         ctypes.memmove(scratch.ctypes.data, int(source[0, 0]), length)
-        scratch[length // 2] ^= 0xFF
+        # The last byte of an element: its sign and exponent, in every float that KV comes in.
+        scratch[min((length // 2) | 3, length - 1)] ^= 0xFF
         head = np.array([[scratch.ctypes.data, length, 0]], np.uint64)
         source = np.concatenate([head, _without_head(source, length)])
         device = destination[0, 2]

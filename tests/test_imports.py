@@ -31,10 +31,11 @@ LAYERS: tuple[frozenset[str], ...] = (
             "protocol",
             "commands",
             "accelerator",
+            "processes",
         }
     ),
-    frozenset({"plan", "rendezvous", "transport", "nixl", "tamper", "sidechannel"}),
-    frozenset({"transfer"}),
+    frozenset({"plan", "rendezvous", "transport", "nixl", "tamper", "sidechannel", "memory"}),
+    frozenset({"transfer", "engines"}),
     frozenset({"vllm", "emulation", "router", "bench", "demo", "doctor", "cli", "tiny_model"}),
 )
 # An implementation beside its interface and its test fault; the words that actions and events
@@ -43,6 +44,7 @@ SIDEWAYS = {
     ("nixl", "transport"),
     ("nixl", "tamper"),
     ("tamper", "transport"),
+    ("memory", "transport"),
     ("rendezvous", "plan"),
     ("rendezvous", "transport"),
 }

@@ -348,8 +348,12 @@ class Producer:
                 sending.source = None
                 source.sendings.discard(sending)
                 self._match(sending, now)  # it may have been offered again already
-        if not again and source.match.transfer:
-            # Only router-given ids are unique enough to remember how they ended.
+        if not again:
+            self._remember(source, reason)
+
+    def _remember(self, source: Source, reason: str) -> None:
+        """Keep how a dispatch ended; only router-given ids are unique enough for that."""
+        if source.match.transfer:
             self._epitaphs[keys(source.match)[0]] = reason
             while len(self._epitaphs) > MOST_EPITAPHS:
                 del self._epitaphs[next(iter(self._epitaphs))]
@@ -387,5 +391,9 @@ class Producer:
         """Let the source and its pin go once nobody needs it and no WRITE reads it."""
         served = source.finished is not None and len(source.served) >= source.sharers
         idle = source.gone or (served and not source.sendings)
-        if not source.writes and idle and self.sources.remove(source) and source.pin >= 0:
+        if source.writes or not idle or not self.sources.remove(source):
+            return
+        if served:
+            self._remember(source, "this prompt was handed over already")
+        if source.pin >= 0:
             self._context.act(Tell(Unpinned(source.pin)))

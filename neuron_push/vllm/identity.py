@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+# vLLM numbers the samples of a request that asks for several, in front.
+_SAMPLE = re.compile(r"^\d+_")
 # vLLM appends a dash and eight hex digits to each request id.
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 # A completion request with several prompts becomes several requests, numbered before the suffix.
@@ -32,8 +34,8 @@ _HEAD, _TAIL, _SPREAD = 32, 32, 64
 
 
 def base_id(request: str) -> str:
-    """A request id without the random suffix of its engine."""
-    return _SUFFIX.sub("", request)
+    """A request id without its engine's random suffix and without the number of a sample."""
+    return _SUFFIX.sub("", _SAMPLE.sub("", request))
 
 
 def match_of(request: Request, transfer: str, counterpart: str = "") -> Match:
