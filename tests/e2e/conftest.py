@@ -10,7 +10,7 @@ from neuron_push.engines import Engine, EngineOptions, connector, cpu_share
 from neuron_push.processes import running
 from tests.e2e.fleet import BLOCK, Fleet
 
-SETTINGS = {"lease": 3.0, "patience": 20.0}
+SETTINGS = {"lease": 8.0, "patience": 20.0}
 
 
 @pytest.fixture(scope="session")
