@@ -48,14 +48,14 @@ from neuron_push.rendezvous.events import (
     WriteEnded,
 )
 from neuron_push.rendezvous.fence import Generations
-from neuron_push.rendezvous.links import Context, Identity, Link, Links, owns
+from neuron_push.rendezvous.links import Context, Identity, Link, Links, Peer, owns
 from neuron_push.rendezvous.routes import Routes, Verdict
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
 
 Tempo = Literal["busy", "announced", "waiting", "idle"]
 # Who sends what; the other messages go both ways.
-SENDERS: dict[type, Literal["prefill", "decode"]] = {
+SENDERS: dict[type, Peer] = {
     Register: "decode",
     Cancel: "decode",
     Registered: "prefill",
@@ -185,7 +185,7 @@ class Core:
             context.note(f"hello of rank {hello.rank} of {hello.engine} refused: {plan}")
             context.act(Answer(event.token, Refusal(plan)))
             return
-        for old in self.links.of_rank(hello.engine, hello.rank):
+        for old in self.links.of_rank("decode", hello.engine, hello.rank):
             if old.incarnation == hello.incarnation and old.hello >= hello.link:
                 context.act(Answer(event.token, Refusal("a newer hello has arrived before")))
                 return
@@ -231,29 +231,29 @@ class Core:
             self.generations.want(link)
         else:
             self.generations.forget(link)
-            self._context.act(Forget(link.generation, link.agent))
+            if not self.links.find(link.agent):
+                self._context.act(Forget(link.generation, link.agent))
 
     # ------------------------------------------------------------------ from the transport
 
     def _notified(self, event: Notified, now: float) -> None:
-        link = self.links.find(event.agent)
-        if link is None:
-            self._context.count("stale_messages", label=type(event.message).__name__)
-            return
-        link.heard = now
-        sender = SENDERS.get(type(event.message), link.peer)
-        if sender != link.peer:
-            self._context.count("rejected_messages", label=type(event.message).__name__)
-            return
-        self._messages[type(event.message)](link, event.message, now)
+        kind, links = type(event.message), self.links.find(event.agent)
+        for link in links:
+            link.heard = now
+        sender = SENDERS.get(kind)
+        meant = [link for link in links if sender in (None, link.peer)]
+        for link in meant:
+            self._messages[kind](link, event.message, now)
+        if not meant:
+            self._context.count("stale_messages", label=kind.__name__)
 
     def _moved_peer(self, link: Link, message: Move, now: float) -> None:
         self.links.moved_to(link, AgentName(message.agent), message.metadata)
 
     def _unreachable(self, event: Unreachable, now: float) -> None:
-        link = self.links.find(event.agent)
-        if link is not None and event.agent == link.agent:
-            self._lose(link, event.reason, now)
+        for link in self.links.find(event.agent):
+            if event.agent == link.agent:
+                self._lose(link, event.reason, now)
 
     def _write_ended(self, event: WriteEnded, now: float) -> None:
         sending = self.producer.of_write(event.write)

@@ -22,6 +22,8 @@ from neuron_push.rendezvous.events import Action, Count, Forget, Load, Note, Not
 from neuron_push.rendezvous.ranges import EndedAttempts
 from neuron_push.transport import AgentName
 
+Peer = Literal["prefill", "decode"]
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -96,7 +98,7 @@ class Link:
     """One peer rank, in one of its incarnations."""
 
     id: int
-    peer: Literal["prefill", "decode"]
+    peer: Peer  # what it is to us
     engine: str
     rank: int
     incarnation: int
@@ -131,7 +133,8 @@ class Links:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ids = count(1)
-        self._open: dict[str, Link] = {}
+        # By what the peer is to us and its agents' shared name: two engines may serve each other.
+        self._open: dict[tuple[Peer, str], Link] = {}
         self._ticked = 0.0
 
     def __iter__(self) -> Iterator[Link]:
@@ -145,20 +148,26 @@ class Links:
         return next(self._ids)
 
     def add(self, link: Link) -> None:
-        self._open[base(link.agent)] = link
+        self._open[link.peer, base(link.agent)] = link
 
-    def find(self, agent: AgentName) -> Link | None:
-        """The open link that a peer's agent, of whatever generation, speaks for."""
-        return self._open.get(base(agent))
+    def find(self, agent: AgentName) -> list[Link]:
+        """The open links that a peer's agent, of whatever generation, speaks for."""
+        if generation_of(agent) < 0:
+            return []
+        sides: tuple[Peer, ...] = ("prefill", "decode")
+        keys = [(side, base(agent)) for side in sides]
+        return [self._open[key] for key in keys if key in self._open]
 
-    def of_rank(self, engine: str, rank: int) -> list[Link]:
+    def of_rank(self, peer: Peer, engine: str, rank: int) -> list[Link]:
         """Open links to any incarnation of a rank."""
-        return [link for link in self._open.values() if (link.engine, link.rank) == (engine, rank)]
+        wanted = (peer, engine, rank)
+        return [link for link in self if (link.peer, link.engine, link.rank) == wanted]
 
     def drop(self, link: Link) -> None:
         """Take a lost link out; messages of its agents find nothing from now on."""
-        if self._open.get(base(link.agent)) is link:
-            del self._open[base(link.agent)]
+        key = (link.peer, base(link.agent))
+        if self._open.get(key) is link:
+            del self._open[key]
 
     def on_alive(self, link: Link, message: Alive) -> None:
         if message.answer:
@@ -182,7 +191,8 @@ class Links:
 
     def settle_move(self, link: Link) -> None:
         """Confirm a move once nothing is in flight towards the agents that were left."""
-        if link.lost or any(link.writes_towards(agent) for agent in link.leaving):
+        peers = self.find(link.agent)
+        if link.lost or any(p.writes_towards(agent) for agent in link.leaving for p in peers):
             return
         for agent in sorted(link.leaving):
             for generation in {link.generation, self._context.generation}:

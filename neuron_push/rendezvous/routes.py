@@ -167,15 +167,13 @@ class Routes:
             return []
         return [
             old
-            for old in self._links.of_rank(answer.engine, answer.rank)
-            if old.peer == "prefill" and old.incarnation != answer.incarnation
+            for old in self._links.of_rank("prefill", answer.engine, answer.rank)
+            if old.incarnation != answer.incarnation
         ]
 
     def _open_link(self, engine: str, rank: RankInfo) -> Link | None:
-        for link in self._links.of_rank(engine, rank.rank):
-            if link.peer == "prefill" and link.incarnation == rank.incarnation:
-                return link
-        return None
+        links = self._links.of_rank("prefill", engine, rank.rank)
+        return next((link for link in links if link.incarnation == rank.incarnation), None)
 
     def _welcomes(self, route: Route, peer: RankInfo, answer: Welcome) -> bool:
         """Whether the rank that answered is the one that its engine listed."""

@@ -124,7 +124,9 @@ class Engine:
         blocks = self.take(count, number)
         if blocks is None:
             return None
-        attempt = Attempt(number, prompt, start, match.tokens, first, blocks, prefill, hold)
+        attempt = Attempt(
+            number, prompt, start, match.tokens, first, blocks, prefill.rstrip("~"), hold
+        )  # fmt: skip
         self.attempts[number] = attempt
         self.command(
             Receive(number, f"r{number}", Address(prefill, 0), "", match, start, match.tokens,

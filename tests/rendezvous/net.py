@@ -171,7 +171,7 @@ class Process:
             return self.later(CONFIG.greeting_timeout, ev.EngineMissing(action.address, "silent"))
 
         def ask():
-            engine = world.engines[action.address.host]
+            engine = world.engines[action.address.host.rstrip("~")]
             if engine.up:
                 event = ev.EngineFound(action.address, engine.info(), self.engine.info())
             else:

@@ -10,14 +10,14 @@ from tests.rendezvous.shapes import Shape
 
 LOSSY = Faults(drop=0.1, dup=0.1, slow=0.01, write_slow=0.05)
 WILD = Faults(
-    drop=0.1, dup=0.15, reorder=True, slow=0.03, lose_done=0.02, hang=0.5, write_slow=0.3,
-    false_unreachable=0.002, refuse=0.1, unposted=0.01,
+    drop=0.08, dup=0.15, reorder=True, slow=0.02, lose_done=0.02, hang=0.5, write_slow=0.2,
+    false_unreachable=0.001, refuse=0.03, unposted=0.005, stuck=0.002,
 )  # fmt: skip
 ONE, TWO, FOUR, STAGED = Shape(1), Shape(2, 1, 8), Shape(4, 1, 6), Shape(1, 2)
 
 CHAOS = Profile(
-    WILD, requests=20, aborts=0.2, missing=0.1, preempt=0.3, twins=0.2,
-    crashes=1, freezes=2, false_deaths=2,
+    WILD, requests=20, aborts=0.1, missing=0.1, preempt=0.3, twins=0.2,
+    crashes=1, freezes=2, false_deaths=2, aliases=0.2, malice=20,
 )  # fmt: skip
 
 PROFILES = {
@@ -41,9 +41,16 @@ PROFILES = {
     "a healthy peer during rotations": Profile(
         Faults(write_slow=0.25), prefills=(ONE, ONE), requests=30, false_deaths=6, spared="P1"
     ),
+    "malice": Profile(malice=200, spared="P0"),
+    "two addresses of one engine": Profile(LOSSY, aliases=0.5, false_deaths=1),
     "stuck WRITEs": Profile(replace(LOSSY, stuck=0.1)),
     "chaos": CHAOS,
     "chaos, many engines": replace(CHAOS, prefills=(ONE, ONE), decodes=(ONE, ONE), requests=30),
+    "chaos, both ways": replace(CHAOS, both=True, requests=30),
+    "rotations, both ways": Profile(
+        Faults(write_slow=0.2), both=True, prefills=(ONE, ONE), decodes=(ONE,), requests=40,
+        false_deaths=6, spared="P1"
+    ),
     "chaos, TP 2 to 1": replace(CHAOS, prefills=(TWO,), decodes=(ONE,)),
     "chaos, TP 1 to 2": replace(CHAOS, prefills=(ONE,), decodes=(TWO,)),
     "chaos, TP 4 to 2": replace(CHAOS, prefills=(FOUR,), decodes=(TWO,)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from neuron_push.protocol import Match
+from neuron_push.rendezvous.events import Unreachable
+from tests.rendezvous.malice import pester
 from tests.rendezvous.net import Faults
 from tests.rendezvous.shapes import Shape
 from tests.rendezvous.world import World
@@ -26,13 +28,17 @@ class Profile:
     crashes: int = 0
     freezes: int = 0
     false_deaths: int = 0
+    aliases: float = 0.0  # share of requests that call the prefill engine by another address
+    malice: int = 0  # absurd events
+    both: bool = False  # every engine prefills and decodes
     spared: str = ""  # an engine that has no trouble and whose peers must not feel any
 
 
 def run(seed: int, profile: Profile) -> World:
     """Play one world to its end; raises Violation with the seed in the caller's message."""
-    shapes = {f"P{i}": ("producer", shape) for i, shape in enumerate(profile.prefills)}
-    shapes |= {f"D{i}": ("consumer", shape) for i, shape in enumerate(profile.decodes)}
+    roles = ("both", "both") if profile.both else ("producer", "consumer")
+    shapes = {f"P{i}": (roles[0], shape) for i, shape in enumerate(profile.prefills)}
+    shapes |= {f"D{i}": (roles[1], shape) for i, shape in enumerate(profile.decodes)}
     world = World(seed, shapes, profile.faults)
     for number in range(profile.requests):
         Request(world, profile, number)
@@ -45,6 +51,8 @@ def run(seed: int, profile: Profile) -> World:
         world.at(world.rng.uniform(0, profile.seconds), lambda s=seconds: _freeze(world, s))
     for _ in range(profile.false_deaths):
         world.at(world.rng.uniform(0, profile.seconds), lambda: _false_death(world, profile.spared))
+    for _ in range(profile.malice):
+        world.at(world.rng.uniform(0, profile.seconds), lambda: _pester(world))
     world.run(profile.seconds + 1.0)
     world.calm()
     world.settle_down()
@@ -64,8 +72,6 @@ def _freeze(world, seconds):
 
 def _false_death(world, spared):
     """A transport cries wolf about one healthy link."""
-    from neuron_push.rendezvous.events import Unreachable
-
     links = [
         (process, link)
         for process in world.processes()
@@ -77,6 +83,12 @@ def _false_death(world, spared):
         process.later(0.0, Unreachable(link.agent, "false alarm"))
 
 
+def _pester(world):
+    alive = world.processes()
+    if alive:
+        pester(world, world.rng.choice(alive))
+
+
 class Request:
     """Both legs of one request, dispatched at random times."""
 
@@ -85,6 +97,8 @@ class Request:
         self.world, self.profile = world, profile
         self.prefill = f"P{rng.randrange(len(profile.prefills))}"
         self.decode = f"D{rng.randrange(len(profile.decodes))}"
+        if profile.both and world.chance(0.5):
+            self.prefill, self.decode = self.decode, self.prefill
         twin = world.chance(profile.twins)
         self.prompt = "twin" if twin else f"prompt{number}"
         transfer = "" if twin or world.chance(0.2) else f"t{number}"
@@ -109,8 +123,9 @@ class Request:
             return
         rng = world.rng
         start = rng.choice([0, 0, 0, 4, self.tokens]) if self.tokens > 4 else 0
+        alias = "~" if world.chance(self.profile.aliases) else ""
         attempt = engine.receive(
-            self.match, self.prompt, self.prefill, start=start, hold=rng.random() < 0.3,
+            self.match, self.prompt, self.prefill + alias, start=start, hold=rng.random() < 0.3,
             patience=rng.choice([0.3, 3.0]) if self.profile.aborts else 3.0,
         )  # fmt: skip
         if attempt is None:
