@@ -7,7 +7,7 @@ the scheduler half holds references on KV blocks; the thread says when they may 
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Literal
 
 import msgspec
 
@@ -120,4 +120,4 @@ class Unpinned(_Record, frozen=True):
     pin: int
 
 
-Report = Union[Received, ReceiveFailed, Unpinned]
+Report = Received | ReceiveFailed | Unpinned

@@ -14,7 +14,7 @@ same on both ends.
 
 from __future__ import annotations
 
-from typing import Any, Final, Union
+from typing import Any, Final, Literal, Union
 
 import msgspec
 
@@ -142,6 +142,9 @@ class Refusal(_Message, frozen=True):
 # ---------------------------------------------------------------------------------------
 
 
+Side = Literal["prefill", "decode"]
+
+
 class BlockList(msgspec.Struct, frozen=True, array_like=True):
     """One group's blocks: token block `first` + i lies in the i-th listed block.
 
@@ -231,8 +234,12 @@ class Alive(_Message, frozen=True):
 
 
 class Move(_Message, frozen=True):
-    """The sender's agent is being replaced; use the new one from now on."""
+    """The sender's agent is being replaced; use the new one from now on.
 
+    Two engines that serve each other have a link each way; `by` says which one this is about.
+    """
+
+    by: Side  # what the sender is on this link
     agent: str
     metadata: bytes
 
@@ -240,13 +247,14 @@ class Move(_Message, frozen=True):
 class Moved(_Message, frozen=True):
     """Nothing is or will be in flight from the sender towards the agents before this one."""
 
+    by: Side
     agent: str
 
 
-SideChannelMessage = Union[Who, EngineInfo, Announce, Announced, Hello, Welcome, Refusal]
-Notification = Union[
-    Register, Registered, Soon, Done, Failed, Cancel, Cancelled, Alive, Move, Moved
-]
+SideChannelMessage = Who | EngineInfo | Announce | Announced | Hello | Welcome | Refusal
+Notification = (
+    Register | Registered | Soon | Done | Failed | Cancel | Cancelled | Alive | Move | Moved
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _side_channel_decoder = msgspec.msgpack.Decoder(SideChannelMessage)

@@ -199,18 +199,34 @@ class Consumer:
         """Repeat what is unanswered; returns peers that do not confirm a cancellation."""
         stuck: list[tuple[Link, str]] = []
         for attempt in list(self.attempts.values()):
-            if now >= attempt.deadline:
-                if attempt.state is AttemptState.DRAINING:
-                    text = "did not confirm a cancellation"
-                    stuck += [(s.link, text) for s in attempt.shares.values() if not s.quiet]
-                else:
-                    patience = f"no KV within {attempt.command.patience:g} s"
-                    self._fail(attempt, patience, "patience", now)
-            if now >= attempt.send_at:
-                self._repeat(attempt, now)
+            try:
+                if now >= attempt.deadline:
+                    stuck += self._overdue(attempt, now)
+                if now >= attempt.send_at:
+                    self._repeat(attempt, now)
+            except Exception as error:  # noqa: BLE001  one attempt's defect is not another's
+                self.defect(attempt.command.attempt, error)
         return stuck
 
+    def defect(self, number: int, error: Exception) -> None:
+        """An attempt broke inside this code: fail it, keep its pin, leave all others alone."""
+        attempt = self.attempts[number]
+        self._context.count("defects")
+        self._context.note(f"internal error in attempt {number}: {error!r}")
+        attempt.reason = attempt.reason or f"internal error: {error}"
+        attempt.announced = False
+        attempt.deadline = attempt.send_at = float("inf")
+        self._report(attempt)
+
     # ------------------------------------------------------------------ inside
+
+    def _overdue(self, attempt: Attempt, now: float) -> list[tuple[Link, str]]:
+        if attempt.state is AttemptState.DRAINING:
+            text = "did not confirm a cancellation"
+            return [(share.link, text) for share in attempt.shares.values() if not share.quiet]
+        patience = f"no KV within {attempt.command.patience:g} s"
+        self._fail(attempt, patience, "patience", now)
+        return []
 
     def _register(self, attempt: Attempt, now: float) -> Register:
         command = attempt.command

@@ -27,6 +27,7 @@ from neuron_push.protocol import (
     Refusal,
     Register,
     Registered,
+    Side,
     Soon,
     Welcome,
 )
@@ -48,14 +49,14 @@ from neuron_push.rendezvous.events import (
     WriteEnded,
 )
 from neuron_push.rendezvous.fence import Generations
-from neuron_push.rendezvous.links import Context, Identity, Link, Links, Peer, owns
+from neuron_push.rendezvous.links import Context, Identity, Link, Links, owns
 from neuron_push.rendezvous.routes import Routes, Verdict
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
 
 Tempo = Literal["busy", "announced", "waiting", "idle"]
-# Who sends what; the other messages go both ways.
-SENDERS: dict[type, Peer] = {
+# Who sends what; Move and Moved say it, and Alive goes both ways.
+SENDERS: dict[type, Side] = {
     Register: "decode",
     Cancel: "decode",
     Registered: "prefill",
@@ -162,18 +163,24 @@ class Core:
             return
         numbers, outcome = verdict
         for number in numbers:
-            attempt = self.consumer.attempts.get(number)
-            if attempt is None:
-                continue
-            wanted, found = attempt.command.engine, self._routes.engine_at(attempt.command.prefill)
-            if isinstance(outcome, str):
-                self.consumer.unlinked(number, outcome, now)
-            elif wanted and found != wanted:
-                where = f"{attempt.command.prefill.host}:{attempt.command.prefill.port}"
-                reason = f"the engine at {where} is {found}, not {wanted}"
-                self.consumer.unlinked(number, reason, now)
-            else:
-                self.consumer.linked(number, outcome, now)
+            try:
+                self._link_one(number, outcome, now)
+            except Exception as error:  # noqa: BLE001  one attempt's defect is not another's
+                self.consumer.defect(number, error)
+
+    def _link_one(self, number: int, outcome: list[Link] | str, now: float) -> None:
+        attempt = self.consumer.attempts.get(number)
+        if attempt is None:
+            return
+        wanted, found = attempt.command.engine, self._routes.engine_at(attempt.command.prefill)
+        if isinstance(outcome, str):
+            self.consumer.unlinked(number, outcome, now)
+        elif wanted and found != wanted:
+            where = f"{attempt.command.prefill.host}:{attempt.command.prefill.port}"
+            reason = f"the engine at {where} is {found}, not {wanted}"
+            self.consumer.unlinked(number, reason, now)
+        else:
+            self.consumer.linked(number, outcome, now)
 
     def _hello(self, event: HelloArrived, now: float) -> None:
         """A decode rank wants a link: check that we can serve it, and replace its old one."""
@@ -231,8 +238,7 @@ class Core:
             self.generations.want(link)
         else:
             self.generations.forget(link)
-            if not self.links.find(link.agent):
-                self._context.act(Forget(link.generation, link.agent))
+            self.links.forget(link.generation, link.agent)
 
     # ------------------------------------------------------------------ from the transport
 
@@ -240,7 +246,7 @@ class Core:
         kind, links = type(event.message), self.links.find(event.agent)
         for link in links:
             link.heard = now
-        sender = SENDERS.get(kind)
+        sender = SENDERS.get(kind) or getattr(event.message, "by", None)
         meant = [link for link in links if sender in (None, link.peer)]
         for link in meant:
             self._messages[kind](link, event.message, now)

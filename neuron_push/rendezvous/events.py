@@ -8,7 +8,7 @@ driver (`neuron_push.transfer`) to carry out in order. Commands of the engine
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Literal
 
 from neuron_push.commands import Command, Report
 from neuron_push.geometry import Geometry
@@ -109,10 +109,19 @@ class WriteEnded:
     reason: str = ""
 
 
-Event = Union[
-    Command, Opened, Closed, EngineFound, EngineMissing, Greeted, HelloArrived,
-    Notified, Garbage, Unreachable, WriteEnded,
-]  # fmt: skip
+Event = (
+    Command
+    | Opened
+    | Closed
+    | EngineFound
+    | EngineMissing
+    | Greeted
+    | HelloArrived
+    | Notified
+    | Garbage
+    | Unreachable
+    | WriteEnded
+)
 
 # ------------------------------------------------------------------------------- actions
 
@@ -220,6 +229,6 @@ class Note:
     text: str
 
 
-Action = Union[
-    Open, Close, FindEngine, Greet, Answer, Load, Forget, Notify, Post, Tell, Count, Note
-]  # fmt: skip
+Action = (
+    Open | Close | FindEngine | Greet | Answer | Load | Forget | Notify | Post | Tell | Count | Note
+)

@@ -114,8 +114,11 @@ class Generations:
             rotation.told = now
             for link in rotation.staying.values():
                 if link.generation == rotation.old:
-                    self._context.send(link, Move(self._context.agent, self._context.metadata))
+                    self._context.send(link, self._move(link))
         return []
+
+    def _move(self, link: Link) -> Move:
+        return Move(link.us, self._context.agent, self._context.metadata)
 
     def _release(self, rotation: Rotation) -> None:
         """Peers that have moved leave once our own WRITEs through the old agent drained."""

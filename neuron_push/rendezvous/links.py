@@ -12,18 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
 
 from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Semantics
 from neuron_push.plan import PairPlan
-from neuron_push.protocol import Alive, Moved, Notification
+from neuron_push.protocol import Alive, Moved, Notification, Side
 from neuron_push.rendezvous.events import Action, Count, Forget, Load, Note, Notify
 from neuron_push.rendezvous.ranges import EndedAttempts
 from neuron_push.transport import AgentName
-
-Peer = Literal["prefill", "decode"]
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -98,7 +94,7 @@ class Link:
     """One peer rank, in one of its incarnations."""
 
     id: int
-    peer: Peer  # what it is to us
+    peer: Side  # what it is to us
     engine: str
     rank: int
     incarnation: int
@@ -118,6 +114,11 @@ class Link:
     over: EndedAttempts = field(default_factory=EndedAttempts)  # of a decode peer
     lost: str = ""  # why, once it is lost
 
+    @property
+    def us(self) -> Side:
+        """What we are to the peer."""
+        return "decode" if self.peer == "prefill" else "prefill"
+
     def writes_through(self, generation: int) -> int:
         """WRITEs in flight from one of our generations."""
         return sum(n for (ours, _), n in self.writes.items() if ours == generation)
@@ -134,7 +135,7 @@ class Links:
         self._context = context
         self._ids = count(1)
         # By what the peer is to us and its agents' shared name: two engines may serve each other.
-        self._open: dict[tuple[Peer, str], Link] = {}
+        self._open: dict[tuple[Side, str], Link] = {}
         self._ticked = 0.0
 
     def __iter__(self) -> Iterator[Link]:
@@ -154,11 +155,11 @@ class Links:
         """The open links that a peer's agent, of whatever generation, speaks for."""
         if generation_of(agent) < 0:
             return []
-        sides: tuple[Peer, ...] = ("prefill", "decode")
+        sides: tuple[Side, ...] = ("prefill", "decode")
         keys = [(side, base(agent)) for side in sides]
         return [self._open[key] for key in keys if key in self._open]
 
-    def of_rank(self, peer: Peer, engine: str, rank: int) -> list[Link]:
+    def of_rank(self, peer: Side, engine: str, rank: int) -> list[Link]:
         """Open links to any incarnation of a rank."""
         wanted = (peer, engine, rank)
         return [link for link in self if (link.peer, link.engine, link.rank) == wanted]
@@ -168,6 +169,11 @@ class Links:
         key = (link.peer, base(link.agent))
         if self._open.get(key) is link:
             del self._open[key]
+
+    def forget(self, generation: int, agent: AgentName) -> None:
+        """Remove a peer's agent, unless a link still speaks to it."""
+        if not any(agent in (link.agent, *link.leaving) for link in self.find(agent)):
+            self._context.act(Forget(generation, agent))
 
     def on_alive(self, link: Link, message: Alive) -> None:
         if message.answer:
@@ -191,14 +197,13 @@ class Links:
 
     def settle_move(self, link: Link) -> None:
         """Confirm a move once nothing is in flight towards the agents that were left."""
-        peers = self.find(link.agent)
-        if link.lost or any(p.writes_towards(agent) for agent in link.leaving for p in peers):
+        if link.lost or any(link.writes_towards(agent) for agent in link.leaving):
             return
-        for agent in sorted(link.leaving):
+        left, link.leaving = link.leaving, set()
+        for agent in sorted(left):
             for generation in {link.generation, self._context.generation}:
-                self._context.act(Forget(generation, agent))
-        link.leaving.clear()
-        self._context.send(link, Moved(link.agent))
+                self.forget(generation, agent)
+        self._context.send(link, Moved(link.us, link.agent))
 
     def tick(self, now: float) -> list[tuple[Link, str]]:
         """Ask busy peers for signs of life; return those that have been silent too long."""

@@ -1,8 +1,10 @@
 """The decode side's way to a prefill engine: who answers there, and a link to each rank needed.
 
-    (unknown) --wanted--> FINDING --both listeners answered--> GREETING --all welcomed--> READY
-                             |                                    |                         |
-                             +------------- refused, silent ------+------ a link is lost ---+--> (unknown)
+    (unknown) --wanted--> FINDING --listeners answered--> GREETING --all welcomed--> READY
+                             |                                |                        |
+                             +----------- refused, silent ----+---- a link is lost ----+
+                             v
+                         (unknown)
 
 A route that ends takes no blame with it: the next request asks again, which is how a prefill
 engine that was restarted on the same port is found. Routes share links: a prefill rank keeps one

@@ -209,18 +209,7 @@ class Producer:
         for sending in list(self.sendings.values()):
             if any(now >= write.posted + config.drain_timeout for write in sending.writes.values()):
                 stuck.append((sending.link, "a WRITE towards it does not end"))
-            if sending.state is SendingState.WAITING and now >= sending.expires:
-                if sending.register.start == sending.register.stop:
-                    self._end(sending)
-                else:
-                    self._fail(sending, "no such prompt was prefilled here in time", now)
-            elif sending.state is SendingState.STOPPING and not sending.cancelled:
-                if sending.quiet and now >= sending.expires + config.drain_timeout:
-                    self._end(sending)
-                elif now >= sending.repeat_at:
-                    sending.repeat_at = now + config.resend_most
-                    failed = Failed(sending.register.attempt, clip(sending.reason))
-                    self._context.send(sending.link, failed)
+            self._overdue(sending, now)
         for source in self.sources:
             held = source.finished is not None and not source.sendings and not source.gone
             if held and now >= (source.finished or 0.0) + config.lease:
@@ -232,6 +221,22 @@ class Producer:
         return stuck
 
     # ------------------------------------------------------------------ inside
+
+    def _overdue(self, sending: Sending, now: float) -> None:
+        """End a sending that waited too long; repeat a failure that was not answered."""
+        config = self._context.config
+        if sending.state is SendingState.WAITING and now >= sending.expires:
+            if sending.register.start == sending.register.stop:
+                self._end(sending)
+            else:
+                self._fail(sending, "no such prompt was prefilled here in time", now)
+        elif sending.state is SendingState.STOPPING and not sending.cancelled:
+            if sending.quiet and now >= sending.expires + config.drain_timeout:
+                self._end(sending)
+            elif now >= sending.repeat_at:
+                sending.repeat_at = now + config.resend_most
+                failed = Failed(sending.register.attempt, clip(sending.reason))
+                self._context.send(sending.link, failed)
 
     def _sending(self, link: Link, message: Register, now: float) -> Sending:
         groups = link.geometry.groups
@@ -322,7 +327,7 @@ class Producer:
                 tuple(source.blocks),
                 sending.blocks,
                 Done(attempt, start, stop),
-            )  # fmt: skip
+            )
         )
 
     def _drained(self, sending: Sending, number: WriteId) -> Write:

@@ -64,7 +64,7 @@ class TransferThread:
         self._identity = identity
         self._clock = clock
         self._core = Core(config, identity)
-        self._make_driver = lambda: Driver(
+        self._make_driver: Callable[[], Driver] = lambda: Driver(
             config, identity, open_transport, listener, self.tally, self._tell
         )
         self._commands: deque[Command] = deque()

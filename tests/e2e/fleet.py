@@ -57,7 +57,7 @@ class Fleet:
         tokens: int = OUTPUT,
         params: dict[str, Any] | None = None,
         request: str = "",
-        timeout: float = 60,
+        timeout: float = 60,  # noqa: ASYNC109  the client's patience, part of what is tested
     ) -> Answer:
         """One completion request; a broken connection is status 0."""
         body: dict[str, Any] = {

@@ -33,9 +33,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", BAD_PARAMS, ids=lambda change: "-".join(map(str, change)))
-async def test_bad_parameters_fail_that_request_only(
-    fleet: Fleet, change: dict[str, Any]
-) -> None:
+async def test_bad_parameters_fail_that_request_only(fleet: Fleet, change: dict[str, Any]) -> None:
     asked = prompt(200, 1001)
     answer = await fleet.post(
         fleet.decode, asked, params={**fleet.decode_params("bad"), **change}, timeout=20

@@ -1,0 +1,237 @@
+"""Two transfer threads over real NIXL in one process: registration, WRITE, report, pins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from neuron_push.commands import (
+    Abandon,
+    Offer,
+    Receive,
+    Received,
+    ReceiveFailed,
+    Report,
+    Retire,
+    Settle,
+    Unpinned,
+)
+from neuron_push.config import Config
+from neuron_push.errors import NeuronPushError
+from neuron_push.geometry import Geometry, Group, Region, Semantics
+from neuron_push.layouts import Place, View, split_first
+from neuron_push.nixl import factory
+from neuron_push.protocol import Address, EngineInfo, Match
+from neuron_push.rendezvous import Identity
+from neuron_push.sidechannel import Listener
+from neuron_push.transfer import TransferThread
+
+pytestmark = pytest.mark.real_nixl
+
+BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 32, 2, 16, 8, 2
+SEMANTICS = Semantics("m", LAYERS, HEADS, WIDTH, "float32", ("full",))
+MATCH = Match("transfer", "base", b"digest", 3 * TOKENS)
+
+
+def engine_info(engine: str, role: str) -> EngineInfo:
+    return EngineInfo(engine, 1, role, 1, 1, 1, 0, ("push",), SEMANTICS, ())
+
+
+@dataclass
+class Engine:
+    """A listener, a transfer thread and the KV it registered."""
+
+    thread: TransferThread
+    listener: Listener
+    kv: list[np.ndarray]
+    heard: list[Report]
+
+    def hears(self, wanted: Callable[[Report], bool], within: float = 10.0) -> Report:
+        """Wait for a report."""
+        until = time.monotonic() + within
+        while time.monotonic() < until:
+            self.thread.wait(0.05)
+            self.heard += self.thread.take()
+            for report in self.heard:
+                if wanted(report):
+                    return report
+        raise AssertionError(f"not heard within {within} s; heard {self.heard}")
+
+
+class _Tensor:
+    """A numpy array as the layout builders see tensors."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.shape = array.shape
+        self._array = array
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self._array.itemsize for step in self._array.strides)
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def element_size(self) -> int:
+        return int(self._array.itemsize)
+
+
+def build(stack: ExitStack, engine: str, role: str, config: Config) -> Engine:
+    kv = [np.zeros((2, BLOCKS, HEADS, TOKENS, WIDTH), np.float32) for _ in range(LAYERS)]
+    regions = tuple(Region(int(a.ctypes.data), a.nbytes, "DRAM", 0) for a in kv)
+    planes = [
+        plane
+        for layer, array in enumerate(kv)
+        for plane in split_first(
+            View.of(_Tensor(array)), Place(layer, layer, int(array.ctypes.data))
+        )
+    ]
+    group = Group("full", TOKENS, TOKENS, BLOCKS, tuple(range(HEADS)), tuple(planes))
+    me = Identity(engine, 0, hash(engine) & 0xFFFFFF, SEMANTICS, Geometry(regions, (group,), 4))
+    listener = Listener(engine, "127.0.0.1", 0, lambda: engine_info(engine, role))
+    stack.callback(listener.close)
+    thread = TransferThread(config, me, factory(("UCX",)), listener.address)
+    stack.callback(thread.close)
+    thread.start()
+    return Engine(thread, listener, kv, [])
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    config = Config(lease=1.0)
+    with ExitStack() as stack:
+        yield build(stack, "P", "producer", config), build(stack, "D", "consumer", config)
+
+
+def receive(prefill: Engine, attempt: int = 1, **changes: object) -> Receive:
+    facts: dict[str, object] = {
+        "attempt": attempt, "request": f"r{attempt}", "prefill": prefill.listener.address,
+        "engine": "P", "match": MATCH, "start": 0, "stop": MATCH.tokens, "first": (0,),
+        "blocks": ([7, 3, 9],), "pin": attempt, "patience": 5.0,
+    }  # fmt: skip
+    return Receive(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def settled(source: int = 1) -> list[Offer | Settle | Retire]:
+    return [
+        Offer(source, "p", MATCH),
+        Settle(source, MATCH.tokens, (0,), ([4, 5, 2],), 70 + source, True),
+        Retire(source, "finished"),
+    ]
+
+
+def fill(prefill: Engine) -> None:
+    for layer, array in enumerate(prefill.kv):
+        array[:] = np.random.default_rng(layer).random(array.shape, np.float32)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_what_prefill_computed_arrives_in_the_registered_blocks(
+    pair: tuple[Engine, Engine], first: str
+) -> None:
+    prefill, decode = pair
+    fill(prefill)
+    if first == "prefill":
+        prefill.thread.submit(settled())
+    decode.thread.submit([receive(prefill)])
+    if first == "decode":
+        prefill.thread.submit(settled())
+    decode.hears(lambda report: report == Received(1, "r1"))
+    decode.hears(lambda report: report == Unpinned(1))
+    prefill.hears(lambda report: report == Unpinned(71))
+    for ours, theirs in zip(decode.kv, prefill.kv, strict=True):
+        assert (ours[:, [7, 3, 9]] == theirs[:, [4, 5, 2]]).all()
+        rest = np.setdiff1d(np.arange(BLOCKS), [7, 3, 9])
+        assert not ours[:, rest].any()
+
+
+def test_nothing_is_sent_before_the_fence_is_done(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+
+    class Fence:
+        open = False
+
+        def done(self) -> bool:
+            return self.open
+
+        def wait(self, timeout_s: float) -> bool:
+            return self.open
+
+    fence = Fence()
+    decode.thread.submit([receive(prefill)])
+    prefill.thread.submit(settled(), fence)
+    assert not decode.thread.wait(0.3)
+    fill(prefill)
+    fence.open = True
+    decode.hears(lambda report: report == Received(1, "r1"))
+    assert (decode.kv[0][:, 7] == prefill.kv[0][:, 4]).all()
+
+
+def test_an_abandoned_attempt_is_reported_at_once_and_unpinned_when_quiet(
+    pair: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = pair
+    decode.thread.submit([receive(prefill)])
+    decode.thread.submit([Abandon(1, "the client left")])
+    report = decode.hears(lambda report: isinstance(report, ReceiveFailed))
+    assert isinstance(report, ReceiveFailed) and report.reason == "the client left"
+    decode.hears(lambda report: report == Unpinned(1))
+
+
+def test_a_lease_ends_a_prompt_that_nobody_wants(pair: tuple[Engine, Engine]) -> None:
+    prefill, _ = pair
+    prefill.thread.submit(settled())
+    prefill.hears(lambda report: report == Unpinned(71), within=4.0)
+
+
+def test_a_wrong_engine_is_named(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    decode.thread.submit([receive(prefill, engine="Q")])
+    report = decode.hears(lambda report: isinstance(report, ReceiveFailed))
+    assert isinstance(report, ReceiveFailed) and "P" in report.reason and "Q" in report.reason
+
+
+def test_a_defect_in_one_transfer_fails_that_one_only(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    fill(prefill)
+    consumer = decode.thread._core.consumer
+    register = consumer._register
+    monkeypatch.setattr(
+        consumer, "_register",
+        lambda attempt, *rest: 1 / 0 if attempt.command.attempt == 1 else register(attempt, *rest),
+    )  # fmt: skip
+    decode.thread.submit([receive(prefill, 1)])
+    decode.hears(lambda report: isinstance(report, ReceiveFailed) and report.attempt == 1)
+    prefill.thread.submit(settled())
+    decode.thread.submit([receive(prefill, 2)])
+    decode.hears(lambda report: report == Received(2, "r2"))
+
+
+def test_a_thread_that_cannot_start_says_why() -> None:
+    def broken(name: object, regions: object) -> object:
+        raise NeuronPushError("no such backend")
+
+    geometry = Geometry((), (), 4)
+    me = Identity("X", 0, 1, SEMANTICS, geometry)
+    thread = TransferThread(Config(), me, broken, Address("127.0.0.1", 1))  # type: ignore[arg-type]
+    with pytest.raises(NeuronPushError, match="no such backend"):
+        thread.start()
+    thread.close()
+
+
+def test_an_idle_pair_uses_hardly_any_processor(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    prefill.thread.submit(settled())
+    decode.thread.submit([receive(prefill)])
+    decode.hears(lambda report: report == Received(1, "r1"))
+    began, used = time.monotonic(), time.process_time()
+    assert not decode.thread.wait(2.0) or True
+    share = (time.process_time() - used) / (time.monotonic() - began)
+    assert share < 0.05  # two threads; the figure itself is printed by `bench hooks`
