@@ -84,11 +84,11 @@ def semantics(config: VllmConfig, kinds: Sequence[str]) -> Semantics:
         head_size=model.get_head_size(),
         dtype=str(model.dtype).removeprefix("torch.") if dtype == "auto" else str(dtype),
         groups=tuple(kinds),
-        extra=_speculation(config),
+        extra=draft_model(config),
     )
 
 
-def _speculation(config: VllmConfig) -> tuple[tuple[str, str], ...]:
+def draft_model(config: VllmConfig) -> tuple[tuple[str, str], ...]:
     """Draft-model layers keep KV too, so both sides must run the same draft model."""
     speculative: Any = config.speculative_config
     if speculative is None or getattr(speculative, "draft_model_config", None) is None:

@@ -49,7 +49,7 @@ class WorkerHalf:
         self._kv_config = kv_config
         self._config = config
         self._engine = transfer.engine_id
-        self._drafts = identity.semantics(vllm_config, ()).extra != ()
+        self._drafts = identity.draft_model(vllm_config) != ()
         self._accelerator = accelerators.lookup(config.accelerator)
         self._thread: TransferThread | None = None
         self._rank = 0

@@ -1,1 +1,0 @@
-"""Tests of the vLLM facade, against the installed vLLM's own classes."""
