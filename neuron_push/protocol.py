@@ -14,7 +14,7 @@ same on both ends.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, Union
+from typing import Any, Final, Literal
 
 import msgspec
 

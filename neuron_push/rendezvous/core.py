@@ -39,7 +39,6 @@ from neuron_push.rendezvous.events import (
     EngineFound,
     EngineMissing,
     Event,
-    Forget,
     Garbage,
     Greeted,
     HelloArrived,

@@ -21,6 +21,7 @@ from neuron_push.rendezvous.events import Action, Count, Forget, Load, Note, Not
 from neuron_push.rendezvous.ranges import EndedAttempts
 from neuron_push.transport import AgentName
 
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who this worker rank is. `incarnation` is drawn at process start."""

@@ -23,6 +23,7 @@ from neuron_push.rendezvous import events as ev
 from neuron_push.rendezvous.links import owns
 from tests.rendezvous.shapes import BLOCKS, SEMANTICS
 
+SIDES = ("prefill", "decode")
 HUGE = 2**63 - 1
 NOWHERE = 10**9  # an attempt number that no engine reaches
 STRANGERS = ("nobody/0/1/0", "P0/0/7/0", "D0/0/7/0", "", "/", "P0/0/1/" + "9" * 5000, "D0/0/1/x")
@@ -56,8 +57,9 @@ def messages(rng, link: int = 0):
     return rng.choice([
         registers(rng, link), Registered(attempt), Soon(attempt), Done(attempt, 0, 4),
         Done(attempt, HUGE - 1, HUGE), Failed(attempt, "?" * 600), Cancel(attempt, "no"),
-        Cancelled(attempt), Alive(True), Alive(False), Move(rng.choice(STRANGERS), b"x"),
-        Moved(rng.choice(STRANGERS)),
+        Cancelled(attempt), Alive(True), Alive(False),
+        Move(rng.choice(SIDES), rng.choice(STRANGERS), b"x"),
+        Moved(rng.choice(SIDES), rng.choice(STRANGERS)),
     ])  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def moved_before_the_drain(patch):
     def settle_move(self, link):
         if not link.lost:
             link.leaving.clear()
-            self._context.send(link, Moved(link.agent))
+            self._context.send(link, Moved(link.us, link.agent))
 
     patch.setattr(links.Links, "settle_move", settle_move)
 
