@@ -97,7 +97,7 @@ def _planes(
         if isa in ("vec", "vec16"):
             return layouts.cpu_attn_vec(view, place)
         return layouts.cpu_attn_opaque(view, place, isa=isa or "unknown")
-    if tensor.device.type == "neuron":
+    if tensor.device.type == "neuron" or backend == "NEURON_EMULATED":
         return layouts.split_first(view, place)
     if backend in _INTERLEAVED:
         return layouts.interleaved(view, place)

@@ -1,0 +1,186 @@
+"""Fills slots, reads them back and says what is wrong.
+
+Tensors are reached by their own indexing only: nothing here knows geometry or plans, whose
+mistakes it must notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from neuron_push.emulation import pattern
+from neuron_push.emulation.memory import Cache, GroupShape, View
+
+Ints = npt.NDArray[np.int64]
+
+# Slots handled at once: bounds temporary memory.
+CHUNK_BYTES: Final = 32 << 20
+# Wrong rows described per call; the rest is counted.
+MOST_DESCRIBED: Final = 8
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Tokens of one or more requests, and where each group keeps them.
+
+    `blocks` has a row per group. Block 0 stands for "not kept": such tokens are passed over.
+    """
+
+    tokens: Ints
+    positions: Ints
+    blocks: tuple[Ints, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def part(self, start: int, stop: int) -> Slots:
+        cut = slice(start, stop)
+        return Slots(
+            self.tokens[cut], self.positions[cut], tuple(rows[cut] for rows in self.blocks)
+        )
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One head's row of one token that does not hold what it must."""
+
+    index: int
+    """Of the token within the slots that were read."""
+    layer: int
+    head: int
+    kind: str
+    position: int
+    channel: int
+    """First wrong word (8 bytes, or an element where pages are kept by element)."""
+    expected: str
+    seen: str
+
+
+@dataclass
+class Reading:
+    """What reading some slots back gave."""
+
+    difference: Ints
+    """Per token: 0 if right, else a hash of how it is wrong."""
+    wrong_rows: int
+    examples: list[Wrong]
+    nbytes: int
+
+
+class Oracle:
+    """Over one rank's cache."""
+
+    def __init__(self, cache: Cache, seed: int) -> None:
+        self._cache = cache
+        self._seed = seed
+        self._slot_bytes = sum(shape.slot_bytes * len(shape.layers) for shape in cache.shapes)
+        self._weights = [
+            [_weights(view.base, view.words) for view in views] for views in cache.views
+        ]
+
+    def keys(self, slots: Slots) -> pattern.Words:
+        """What decides the content of each slot."""
+        return pattern.keys(slots.tokens, slots.positions, self._seed)
+
+    def fill(self, slots: Slots) -> None:
+        """Write whole slots: one indexed assignment per group (two where K and V lie apart)."""
+        for part in self._parts(slots):
+            key = torch.from_numpy(self.keys(part).view(np.int64))
+            for shape, views, blocks in zip(
+                self._cache.shapes, self._cache.views, part.blocks, strict=True
+            ):
+                where = _where(shape, part.positions, blocks)
+                for view in views:
+                    view.tensor[where] = _expected(view, key)
+
+    def read(self, slots: Slots) -> Reading:
+        """Compare slots with what they must hold, byte for byte."""
+        reading = Reading(np.zeros(len(slots), np.int64), 0, [], 0)
+        first = 0
+        for part in self._parts(slots):
+            key = torch.from_numpy(self.keys(part).view(np.int64))
+            for number, blocks in enumerate(part.blocks):
+                self._read_group(number, part, key, blocks, first, reading)
+            first += len(part)
+        return reading
+
+    def _read_group(
+        self,
+        number: int,
+        part: Slots,
+        key: torch.Tensor,
+        blocks: Ints,
+        first: int,
+        reading: Reading,
+    ) -> None:
+        shape = self._cache.shapes[number]
+        kept = np.flatnonzero(blocks)
+        if not len(kept):
+            return
+        where = _where(shape, part.positions[kept], blocks[kept])
+        for view, weights in zip(self._cache.views[number], self._weights[number], strict=True):
+            seen = view.tensor[where]
+            expected = _expected(view, key[torch.from_numpy(kept)])
+            reading.nbytes += seen.numel() * seen.element_size()
+            if torch.equal(seen, expected):
+                continue
+            unlike = (seen.to(torch.int64) - expected.to(torch.int64)) * weights
+            at = kept + first
+            reading.difference[at] += unlike.flatten(1).sum(1).numpy()
+            _describe(shape, view, seen, expected, at, part.positions[kept], reading)
+
+    def _parts(self, slots: Slots) -> Iterator[Slots]:
+        size = max(1, CHUNK_BYTES // self._slot_bytes)
+        for start in range(0, len(slots), size):
+            yield slots.part(start, start + size)
+
+
+def _where(shape: GroupShape, positions: Ints, blocks: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(blocks), torch.from_numpy(positions % shape.block_tokens)
+
+
+def _expected(view: View, key: torch.Tensor) -> torch.Tensor:
+    tail = (1,) * view.base.dim()
+    return (view.base.unsqueeze(0) ^ key.view(-1, *tail)).view(view.words)
+
+
+def _weights(base: torch.Tensor, words: torch.dtype) -> torch.Tensor:
+    """Odd factors, so that no single wrong word hashes to nothing."""
+    shape = base.view(words).shape
+    flat = pattern.mix(np.arange(int(np.prod(shape)), dtype=np.uint64)) | np.uint64(1)
+    return torch.from_numpy(flat.view(np.int64)).view(shape)
+
+
+def _describe(
+    shape: GroupShape,
+    view: View,
+    seen: torch.Tensor,
+    expected: torch.Tensor,
+    at: Ints,
+    positions: Ints,
+    reading: Reading,
+) -> None:
+    rows = (seen != expected).any(-1).nonzero()
+    reading.wrong_rows += len(rows)
+    for row in rows[: max(0, MOST_DESCRIBED - len(reading.examples))]:
+        place = dict(zip(view.order, row[1:].tolist(), strict=False))
+        there, here = seen[tuple(row)], expected[tuple(row)]
+        channel = int((there != here).nonzero()[0, 0])
+        token = int(row[0])
+        kind = "latent" if shape.latent else "KV"[place.get("k", view.kind)]
+        reading.examples.append(
+            Wrong(
+                int(at[token]), shape.layers[place["l"]], shape.heads[place.get("h", 0)], kind,
+                int(positions[token]), channel, _hex(here[channel]), _hex(there[channel]),
+            )
+        )  # fmt: skip
+
+
+def _hex(word: torch.Tensor) -> str:
+    return word.numpy().tobytes().hex()

@@ -1,0 +1,70 @@
+"""What a KV slot must hold, and how the next token follows from what it does hold.
+
+    word(token, position, layer, K|V, head, w) = key(token, position) ^ base(layer, K|V, head, w)
+
+w counts the 8-byte words of a head's row. Heads and layers are the model's own numbers, so the
+pattern does not know about ranks, blocks or layouts.
+
+A request's digest is the sum over positions of a hash of the slot's bytes. The hash is linear:
+hash(seen) = hash(expected) + hash(seen - expected). The first part follows from (token, position)
+alone, so only wrong bytes cost anything, and ranks add up their second parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND: Final = np.uint64(0x94D049BB133111EB)
+
+# Next tokens are drawn from printable ASCII, which byte-level vocabularies keep at their start
+# in one order or another, and which holds no special token.
+FIRST_TOKEN: Final = 33
+TOKENS: Final = 93
+
+
+def mix(values: Words) -> Words:
+    """splitmix64, element by element: a bijection whose output bits all depend on the input."""
+    with np.errstate(over="ignore"):
+        x = values + _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * _FIRST
+        x = (x ^ (x >> np.uint64(27))) * _SECOND
+        return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
+
+
+def keys(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], seed: int) -> Words:
+    """One word per (token, position)."""
+    place = mix(positions.astype(np.uint64) + np.uint64(seed) * np.uint64(1 << 40))
+    return mix(tokens.astype(np.uint64) ^ place)
+
+
+def bases(layers: Sequence[int], kinds: int, heads: Sequence[int], words: int) -> Words:
+    """Array (layers, kinds, heads, words); `kinds` is 2 for K and V, 1 for a latent."""
+    axes = np.ix_(
+        np.array(layers, np.uint64), np.arange(kinds, dtype=np.uint64),
+        np.array(heads, np.uint64), np.arange(words, dtype=np.uint64),
+    )  # fmt: skip
+    layer, kind, head, word = axes
+    shift = np.uint64
+    return mix(
+        (layer << shift(44)) | (kind << shift(40)) | (head << shift(20)) | word | shift(1 << 63)
+    )
+
+
+def digests(key: Words) -> Words:
+    """Hash of a slot that holds what it must."""
+    return mix(key ^ np.uint64(0x5DEECE66D))
+
+
+def next_token(digest: int, position: int) -> int:
+    """The token after `position`."""
+    with np.errstate(over="ignore"):
+        value = np.array([digest & (2**64 - 1)], np.uint64) + np.uint64(position) * _FIRST
+    return FIRST_TOKEN + int(mix(value)[0] % np.uint64(TOKENS))

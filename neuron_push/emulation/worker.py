@@ -1,0 +1,232 @@
+"""The vLLM worker class of an emulated engine (`--worker-cls`).
+
+A GPU worker whose model runner computes nothing: the engine core, the scheduler, the executor and
+the connector around it are the real ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from neuron_push.emulation import accelerator, cost, layers, memory
+from neuron_push.emulation.devices import DEVICES
+from neuron_push.emulation.faults import Faults
+from neuron_push.emulation.options import wanted
+from neuron_push.emulation.oracle import Oracle
+from neuron_push.emulation.report import Reporter
+from neuron_push.emulation.requests import Requests
+from neuron_push.emulation.runners import ORDERS
+from neuron_push.emulation.writer import Writer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+    from neuron_push.emulation.writer import Combine, Step
+
+logger = logging.getLogger(__name__)
+
+
+class EmulatedRunner:
+    """What the worker asks of its model runner."""
+
+    kv_caches: tuple[()] = ()
+
+    def __init__(self, config: VllmConfig) -> None:
+        options = wanted()
+        assert options is not None
+        self.options = options
+        self._config = config
+        self._device = DEVICES[options.device]
+        self._order = ORDERS[options.runner](config, self._launch)
+        self._specs: dict[str, KVCacheSpec] = {}
+        self._writer: Writer | None = None
+        self._requests: Requests | None = None
+
+    # ------------------------------------------------------------------ set-up
+
+    def load_model(self) -> None:
+        self._specs = layers.build(self._config, self.options.device)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self._specs
+
+    def initialize_kv_cache(self, kv_config: KVCacheConfig, **_: Any) -> None:
+        """Allocate, start the device, and hand the tensors to the connector."""
+        shapes = tuple(_shape(self._config, group) for group in kv_config.kv_cache_groups)
+        cache = memory.allocate(self._device, shapes, kv_config.num_blocks)
+        options = self.options
+        faults = Faults(cache, options.fault)
+        self._writer = Writer(
+            Oracle(cache, options.seed), cost.profile(options.profile),
+            Reporter(options.report, _name(self._config)),
+            sampled=options.verify == "sampled", combine=_combine(self._config),
+            meddle=faults, early_fence=options.fault == "early-fence",
+        )  # fmt: skip
+        self._writer.start()
+        accelerator.use(self._writer)
+        _watch_writes(self._writer)
+        self._requests = Requests(
+            tuple(shape.block_tokens for shape in shapes),
+            tuple(shape.window for shape in shapes), options.seed,
+        )  # fmt: skip
+        self._order.register(cache.tensors)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    # ------------------------------------------------------------------ each step
+
+    def execute_model(self, output: Any) -> Any:
+        assert self._requests is not None
+        pieces = self._requests.update(output)
+        if not pieces:
+            return self._order.idle(output)
+        self._order.execute(output, pieces)
+        return None
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        return self._order.sample()
+
+    def _launch(self, pieces: Any) -> Step:
+        assert self._writer is not None
+        return self._writer.launch(pieces)
+
+    # ------------------------------------------------------------------ not emulated
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def update_max_model_len(self, length: int) -> None:
+        """Nothing here is sized by it."""
+
+    def reset_mm_cache(self) -> None:
+        """No images."""
+
+    def reset_encoder_cache(self) -> None:
+        """No encoder."""
+
+    def take_draft_token_ids(self) -> None:
+        return None
+
+    def get_encoder_timing_stats(self) -> dict[str, Any]:
+        return {}
+
+
+class EmulatedWorker(Worker):
+    """One rank."""
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        torch.set_num_threads(1)
+        self.parallel_config.disable_custom_all_reduce = True
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
+        )
+        self.model_runner = EmulatedRunner(self.vllm_config)
+
+    def load_model(self, **_: Any) -> None:
+        self.model_runner.load_model()
+
+    def determine_available_memory(self) -> int:
+        return int(self.model_runner.options.kv_bytes)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        """An idle data-parallel rank computes nothing."""
+
+    def synchronize_device(self) -> None:
+        """The executor has waited for every step."""
+
+    def shutdown(self) -> None:
+        """The connector first: it reads the tensors."""
+        super().shutdown()
+        if isinstance(self.model_runner, EmulatedRunner):
+            self.model_runner.close()
+
+
+def _name(config: VllmConfig) -> str:
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    engine = transfer.engine_id if transfer else "alone"
+    rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size
+    rank += get_tensor_model_parallel_rank()
+    return f"{engine}-{rank}"
+
+
+def _shape(config: VllmConfig, group: Any) -> memory.GroupShape:
+    spec = group.kv_cache_spec
+    spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+    total = config.model_config.get_total_num_kv_heads()
+    rank, ranks = get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size
+    latent = "MLA" in type(spec).__name__
+    heads: tuple[int, ...] = (0,)
+    if not latent:
+        # As vLLM divides or, beyond the number of heads, replicates them.
+        heads = tuple(
+            head for head in range(total)
+            if (head * ranks // total == rank if ranks <= total else rank * total // ranks == head)
+        )  # fmt: skip
+    numbers = tuple(
+        int(next(part for part in name.split(".") if part.isdecimal()))
+        for name in group.layer_names
+    )
+    element = spec.dtype.itemsize
+    return memory.GroupShape(
+        tuple(group.layer_names), numbers, heads, spec.block_size, spec.head_size * element,
+        element, spec.dtype, latent, getattr(spec, "sliding_window", None) or 0,
+    )  # fmt: skip
+
+
+def _combine(config: VllmConfig) -> Combine | None:
+    """Sum over the tensor-parallel ranks, as a model's all-reduce does."""
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return None
+    # A group of its own: the engine's threads never use it. Stages make theirs in the same order.
+    mine: Any = None
+    for stage in range(config.parallel_config.pipeline_parallel_size):
+        members = list(range(stage * ranks, (stage + 1) * ranks))
+        group = torch.distributed.new_group(members, backend="gloo")
+        if torch.distributed.get_rank() in members:
+            mine = group
+
+    def total(values: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(values.copy())
+        torch.distributed.all_reduce(tensor, group=mine)
+        return tensor.numpy()
+
+    return total
+
+
+def _watch_writes(writer: Writer) -> None:
+    """Count posted transfers, whichever connector posts them."""
+    for package in ("nixl_cu12", "nixl_cu13", "nixl"):
+        try:
+            agent = importlib.import_module(f"{package}._api").nixl_agent
+        except (ImportError, AttributeError):
+            continue
+        plain = getattr(agent.transfer, "plain", agent.transfer)
+
+        def transfer(self: Any, *args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
+            writer.wrote()
+            return _plain(self, *args, **kwargs)
+
+        transfer.plain = plain  # type: ignore[attr-defined]
+        agent.transfer = transfer

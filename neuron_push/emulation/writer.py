@@ -1,0 +1,254 @@
+"""The thread that stands for the device: it works off launched steps in order.
+
+A launch returns at once. The step's bytes appear near the end of its modelled time, then its
+tokens are drawn from what the cache holds, then its fence is done.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from neuron_push.emulation import pattern
+from neuron_push.emulation.cost import Clock, Latencies, RealClock
+from neuron_push.emulation.oracle import Oracle, Slots
+from neuron_push.emulation.report import PERIOD, Reporter
+from neuron_push.emulation.requests import Piece
+
+# Sums differences over tensor-parallel ranks; the identity for one rank.
+Combine = Callable[[np.ndarray], np.ndarray]
+# Called around the work on a step: "before", "written" and "drawn"; for faults.
+Meddle = Callable[[str, "Step"], None]
+
+
+@dataclass(eq=False)
+class Step:
+    """One launched batch."""
+
+    pieces: Sequence[Piece]
+    launched: float
+    written: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    sampled: list[list[int]] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class StepFence:
+    """Done when a step's bytes are in memory."""
+
+    def __init__(self, step: Step | None) -> None:
+        self._step = step
+
+    def done(self) -> bool:
+        return self._step is None or self._step.written.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._step is None or self._step.written.wait(timeout_s)
+
+
+class Writer:
+    """One rank's emulated device."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        costs: Latencies,
+        reporter: Reporter,
+        *,
+        sampled: bool = False,
+        combine: Combine | None = None,
+        clock: Clock | None = None,
+        meddle: Meddle | None = None,
+        early_fence: bool = False,
+    ) -> None:
+        self._oracle = oracle
+        self._costs = costs
+        self._reporter = reporter
+        self._sampled = sampled
+        self._combine = combine or (lambda values: values)
+        self._clock = clock or RealClock()
+        self._meddle = meddle or (lambda moment, step: None)
+        self._early_fence = early_fence
+        self._queue: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._last: Step | None = None
+        self._free_at = 0.0  # when the device has ended its last step
+        self._pace = 0.0  # own seconds per token, smoothed
+        self.open_window = False  # a step has ended and none was launched since
+        self._thread = threading.Thread(target=self._run, name="emulated-device", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def launch(self, pieces: Sequence[Piece]) -> Step:
+        """Hand a batch to the device; returns at once."""
+        self.open_window = False
+        step = Step(pieces, self._clock.now())
+        self._last = step
+        self._queue.put(step)
+        return step
+
+    def fence(self) -> StepFence:
+        """Marks the end of what was launched so far."""
+        return StepFence(None if self._early_fence else self._last)
+
+    def wrote(self) -> None:
+        """A WRITE has been posted (any thread)."""
+        if self.open_window:
+            self._reporter.summary.writes_early += 1
+        else:
+            self._reporter.summary.writes_late += 1
+
+    def close(self) -> None:
+        """Finish what was launched and stop."""
+        self._queue.put(None)
+        self._thread.join(10)
+        self._reporter.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                step = self._queue.get(timeout=PERIOD)
+            except queue.Empty:
+                self._reporter.idle()
+                continue
+            if step is None:
+                return
+            try:
+                self.execute(step)
+            except BaseException as error:
+                step.error = error
+                step.written.set()
+                step.done.set()
+                raise
+
+    def execute(self, step: Step) -> None:
+        """Work off one step, in its modelled time."""
+        clock, summary = self._clock, self._reporter.summary
+        tokens = sum(piece.count for piece in step.pieces)
+        decodes = sum(piece.decodes for piece in step.pieces)
+        modelled = self._costs.step(tokens - decodes, decodes)
+        end = max(step.launched, self._free_at) + modelled
+        clock.sleep_until(end - self._pace * tokens)
+        begun = clock.now()
+        self._meddle("before", step)
+        self._oracle.fill(_new_slots(step.pieces))
+        self._meddle("written", step)
+        self._draw(step)
+        self._meddle("drawn", step)
+        own = clock.now() - begun
+        self._pace += 0.2 * (own / max(1, tokens) - self._pace)
+        clock.sleep_until(end)
+        self._free_at = clock.now()
+        step.written.set()
+        self.open_window = True
+        step.done.set()
+        summary.steps += 1
+        summary.prefill_tokens += tokens - decodes
+        summary.decode_tokens += decodes
+        summary.modelled_seconds += modelled
+        summary.own_seconds += own
+        summary.late_seconds += max(0.0, self._free_at - end)
+        self._reporter.step_done()
+
+    # ------------------------------------------------------------------ reading
+
+    def _draw(self, step: Step) -> None:
+        """Read what the step attends to, and draw each request's next token from it."""
+        wrong = np.zeros(len(step.pieces), np.int64)
+        for index, piece in enumerate(step.pieces):
+            wrong[index] = self._read_context(piece)
+        wrong += self._read_new(step.pieces)
+        wrong = self._combine(wrong)
+        for piece, difference in zip(step.pieces, wrong.tolist(), strict=True):
+            state, stop = piece.state, piece.start + piece.count
+            state.digest = (state.digest + difference) & (2**64 - 1)
+            if stop < len(state.tokens):
+                step.sampled.append([])  # a chunk of a prompt
+                continue
+            token = pattern.next_token(state.digest, stop)
+            state.tokens.append(token)
+            step.sampled.append([token])
+
+    def _read_context(self, piece: Piece) -> int:
+        """KV that became schedulable with this step: every byte of it, once."""
+        if piece.context is None:
+            return 0
+        first, blocks = piece.context
+        state = piece.state
+        if first == 0:
+            state.digest = 0
+        positions = np.arange(first, piece.start)
+        slots = _slots(piece, positions, blocks)
+        self._reporter.summary.context_tokens += len(slots)
+        state.digest += _sum(pattern.digests(self._oracle.keys(slots)))
+        chosen = self._chosen(len(slots))
+        return self._read([piece] * len(chosen), _pick(slots, chosen), "context").sum().item()
+
+    def _read_new(self, pieces: Sequence[Piece]) -> np.ndarray:
+        """Slots just written, and a few earlier ones, of all requests at once."""
+        owners, parts = [], []
+        for index, piece in enumerate(pieces):
+            new = _slots(piece, np.arange(piece.start, piece.start + piece.count), piece.blocks)
+            piece.state.digest += _sum(pattern.digests(self._oracle.keys(new)))
+            again = _slots(piece, *piece.again)
+            for slots in (_pick(new, self._chosen(len(new))), again):
+                owners += [index] * len(slots)
+                parts.append(slots)
+        slots = _join(parts)
+        found = self._read([pieces[owner] for owner in owners], slots, "step")
+        wrong = np.zeros(len(pieces), np.int64)
+        np.add.at(wrong, np.array(owners, np.int64), found)
+        return wrong
+
+    def _read(self, owners: Sequence[Piece], slots: Slots, moment: str) -> np.ndarray:
+        reading = self._oracle.read(slots)
+        names = [piece.state.request for piece in owners] if reading.wrong_rows else []
+        self._reporter.reading(names, reading, moment)
+        return reading.difference
+
+    def _chosen(self, count: int) -> np.ndarray:
+        if not self._sampled or count <= SAMPLES:
+            return np.arange(count)
+        return np.unique(np.linspace(0, count - 1, SAMPLES).astype(np.int64))
+
+
+# Slots read where `verify` is "sampled".
+SAMPLES = 8
+
+
+def _new_slots(pieces: Sequence[Piece]) -> Slots:
+    return _join(
+        [
+            _slots(piece, np.arange(piece.start, piece.start + piece.count), piece.blocks)
+            for piece in pieces
+        ]
+    )
+
+
+def _slots(piece: Piece, positions: np.ndarray, blocks: tuple[np.ndarray, ...]) -> Slots:
+    known = piece.state.tokens
+    tokens = np.array([known[position] for position in positions.tolist()], np.int64)
+    return Slots(tokens, positions, blocks)
+
+
+def _pick(slots: Slots, chosen: np.ndarray) -> Slots:
+    return Slots(
+        slots.tokens[chosen], slots.positions[chosen], tuple(rows[chosen] for rows in slots.blocks)
+    )
+
+
+def _join(parts: Sequence[Slots]) -> Slots:
+    groups = len(parts[0].blocks)
+    return Slots(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        tuple(np.concatenate([part.blocks[g] for part in parts]) for g in range(groups)),
+    )
+
+
+def _sum(values: pattern.Words) -> int:
+    return int(values.sum(dtype=np.uint64))
