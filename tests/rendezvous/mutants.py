@@ -132,12 +132,12 @@ def post_again_after_preemption(patch):
 def settle_twice_as_far(patch):
     """Prefill takes tokens for settled that are still being computed."""
 
-    def settle(self, command, original=sender.Producer.settle):
+    def settle(self, command, now, original=sender.Producer.settle):
         size = self._context.identity.geometry.groups[0].block_tokens
         reach = (command.first[0] + len(command.blocks[0])) * size
         original(self, command.__class__(
             command.source, max(command.stop, reach), command.first, command.blocks,
-            command.pin, command.last))  # fmt: skip
+            command.pin, command.last), now)  # fmt: skip
 
     patch.setattr(sender.Producer, "settle", settle)
 

@@ -1,0 +1,38 @@
+"""The random worlds have teeth: each planted defect is noticed within a few seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_push.errors import ProtocolError
+from tests.rendezvous.mutants import MUTANTS
+from tests.rendezvous.profiles import PROFILES
+from tests.rendezvous.scenario import run
+from tests.rendezvous.world import Violation
+
+SEEDS = 60
+# The kind of trouble that each defect needs.
+HUNTING_GROUNDS = {
+    "free_on_timeout": "rotation under load",
+    "free_when_the_link_is_lost": "false deaths",
+    "revive_ended_attempts": "reordering",
+    "accept_registrations_of_earlier_links": "late registrations",
+    "count_instead_of_sets": "twins",
+    "unpin_a_source_under_a_write": "preemption",
+    "moved_before_the_drain": "a healthy peer during rotations",
+    "join_a_rotation_too_late": "rotation under load",
+    "cancelled_before_the_drain": "twins",
+    "post_again_after_preemption": "preemption",
+    "settle_twice_as_far": "healthy",
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_defect_is_noticed(name, monkeypatch):
+    MUTANTS[name](monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            run(seed, PROFILES[HUNTING_GROUNDS[name]])
+        except (Violation, ProtocolError):
+            return
+    pytest.fail(f"{SEEDS} worlds did not notice {name}")

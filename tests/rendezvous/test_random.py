@@ -1,0 +1,75 @@
+"""Random worlds: the five promises hold under every kind of trouble.
+
+Any failure names its profile and seed; `scenario.run(seed, PROFILES[name])` replays it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.rendezvous.profiles import PROFILES
+from tests.rendezvous.scenario import run
+
+SEEDS = 20
+NIGHT = 600.0  # seconds, over all profiles
+
+
+def play(name: str, seed: int):
+    try:
+        return run(seed, PROFILES[name])
+    except BaseException as error:
+        error.add_note(f"replay with run({seed}, PROFILES[{name!r}])")
+        raise
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_promises_hold_in_every_seeded_world(name):
+    for seed in range(SEEDS):
+        play(name, seed)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(sorted(PROFILES)), st.integers(SEEDS, 2**32))
+def test_promises_hold_in_worlds_that_hypothesis_draws(name, seed):
+    play(name, seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * NIGHT)
+@pytest.mark.parametrize("name", PROFILES)
+def test_promises_hold_all_night(name):
+    start, seed = time.monotonic(), 10**6
+    while time.monotonic() < start + NIGHT / len(PROFILES):
+        play(name, seed)
+        seed += 1
+    print(f"{name}: {seed - 10**6} worlds")
+
+
+def test_a_world_replays_from_its_seed():
+    first, second = play("chaos", 3), play("chaos", 3)
+    assert (first.steps, first.landed, first.outcomes) == (
+        second.steps, second.landed, second.outcomes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["healthy", "healthy, larger decode blocks", "preemption"])
+def test_without_faults_every_request_is_received_and_no_link_is_lost(name):
+    for seed in range(10):
+        world = play(name, seed)
+        assert world.outcomes["Received"] > 0
+        assert world.outcomes["ReceiveFailed"] == 0
+        assert world.counts["links_lost", ""] == 0
+
+
+def test_trouble_really_happens():
+    """The profiles are worth their time: rotations, failures, torn and lost traffic occur."""
+    worlds = [play("chaos, many engines", seed) for seed in range(10)]
+    total = {key: sum(world.counts[key] for world in worlds) for key in worlds[0].counts}
+    assert total["rotations", ""] > 10
+    assert total["links_lost", ""] > 20
+    assert sum(world.outcomes["Received"] for world in worlds) > 20
+    assert sum(world.outcomes["ReceiveFailed"] for world in worlds) > 20
