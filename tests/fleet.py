@@ -20,6 +20,9 @@ def planes_of(cache, first_region=0):
     """What the accelerator plug-in of each framework would say about its tensors."""
     planes = []
     for layer in cache.layers:
+        if isinstance(cache.tensors[layer], tuple):
+            planes += planes_apart(cache, layer, first_region)
+            continue
         store = cache.store_of(layer)
         where = layouts.Place(layer, first_region + store, cache.stores[store].data_ptr())
         view = layouts.View.of(cache.tensors[layer])
@@ -28,6 +31,8 @@ def planes_of(cache, first_region=0):
                 planes += layouts.split_first(view, where)
             case "nhd" | "old_hnd":
                 planes += layouts.split_first(view, where, axes="NHD")
+            case "block_first":
+                planes += layouts.block_first(view, where)
             case "vec":
                 planes += layouts.cpu_attn_vec(view, where)
             case "amx":
@@ -37,6 +42,29 @@ def planes_of(cache, first_region=0):
             case _:
                 planes += layouts.interleaved(view, where)
     return tuple(planes)
+
+
+AXES = {
+    "contiguous": ("BHND", "BHND"),
+    "transposed": ("BHDN", "BHND"),
+    "tiled": ("BHDNN", "BHNND"),
+    "block": ("BNHD", "BNHD"),
+    "tiled_block": ("BNNHD", "BNNHD"),
+    "fp8": ("", "BHND"),
+}
+
+
+def planes_apart(cache, layer, first_region):
+    """K and V in tensors of their own."""
+    for kind, tensor, axes in zip("kv", cache.tensors[layer], AXES[cache.layout], strict=True):
+        base = tensor.untyped_storage().data_ptr()
+        region = next(i for i, store in enumerate(cache.stores) if store.data_ptr() == base)
+        where = layouts.Place(layer, first_region + region, base)
+        view = layouts.View.of(tensor)
+        if axes:
+            yield layouts.single(view, where, kind, axes)
+        else:
+            yield layouts.fp8_packed_key(view, where)
 
 
 def group_of(cache, block_tokens, kind="full", first_region=0, window=0):

@@ -10,9 +10,17 @@ import torch
 
 KINDS = {"mla": ("latent",)}
 # Interiors that exist only as whole pages: their last page may be written to its end.
-UNCUT = {"vec": ("k",), "amx": ("k", "v")}
+UNCUT = {
+    "vec": ("k",),
+    "amx": ("k", "v"),
+    "transposed": ("k",),
+    "tiled": ("k",),
+    "fp8": ("k",),
+}
 # Layouts whose tensors of all layers share one allocation.
 SHARED = ("blocks_outermost", "heads_outermost")
+# Caches of NxD Inference: K and V in tensors of their own.
+APART = ("contiguous", "transposed", "tiled", "block", "tiled_block")
 
 
 def kinds_of(layout):
@@ -79,7 +87,45 @@ class Cache:
                 return self._new(2, pages, heads, tokens, width).permute(0, 1, 3, 2, 4)
             case "mla":
                 return self._new(pages, tokens, width)
-        raise AssertionError(self.layout)
+            case "block_first":
+                return self._new(pages, 2, heads, tokens, width)
+            case "fp8":
+                both = self._new(2, pages, heads, tokens, width)
+                return both[0].view(pages, heads, tokens // 2, width, 2), both[1]
+        return self._allocate_apart(pages, heads, tokens, width)
+
+    def _allocate_apart(self, pages, heads, tokens, width):
+        tiles = 2 if tokens % 2 == 0 else 1
+        tile = tokens // tiles
+        match self.layout:
+            case "contiguous":
+                shapes = [(pages, heads, tokens, width)] * 2
+            case "transposed":
+                shapes = [(pages, heads, width, tokens), (pages, heads, tokens, width)]
+            case "tiled":
+                shapes = [(pages, heads, width, tiles, tile), (pages, heads, tiles, tile, width)]
+            case "block":
+                shapes = [(pages, tokens, heads, width)] * 2
+            case "tiled_block":
+                shapes = [(pages, tiles, tile, heads, width)] * 2
+            case _:
+                raise AssertionError(self.layout)
+        return tuple(self._new(*shape) for shape in shapes)
+
+    def _apart(self, layer, kind):
+        """A view as (pages, heads, tokens, channels); tiles are merged as NxD Inference does."""
+        array = self.tensors[layer][kind == "v"].numpy()
+        sizes = (self.pages, len(self.heads), self.tokens, self.width)
+        pages, heads, tokens, width = sizes
+        match self.layout, kind:
+            case ("transposed" | "tiled", "k"):
+                view = array.reshape(pages, heads, width, tokens).swapaxes(2, 3)
+            case ("block" | "tiled_block", _):
+                view = array.reshape(pages, tokens, heads, width).swapaxes(1, 2)
+            case _:
+                view = array.reshape(sizes)
+        assert np.shares_memory(view, array)
+        return view
 
     def store_of(self, layer):
         """Index of the allocation that holds a layer."""
@@ -91,6 +137,8 @@ class Cache:
 
     def _view(self, layer, kind):
         """(pages, heads, tokens, channels), except for packed tiles: (pages, heads, elements)."""
+        if self.layout in APART or self.layout == "fp8":
+            return self._apart(layer, kind)
         tensor, width, tokens = self.tensors[layer].numpy(), self.width, self.tokens
         half = 0 if kind == "k" else 1
         match self.layout:
@@ -100,6 +148,8 @@ class Cache:
                 return tensor[half].transpose(0, 2, 1, 3)
             case "mla":
                 return tensor[:, None]
+            case "block_first":
+                return tensor[:, half]
             case "vec" | "amx":
                 rows = tensor.reshape(self.pages, len(self.heads), 2 * tokens, width)
                 rows = rows[:, :, half * tokens : (half + 1) * tokens]
@@ -114,6 +164,9 @@ class Cache:
 
     def read(self, layer, kind):
         """A copy as (pages, heads, tokens, channels)."""
+        if (self.layout, kind) == ("fp8", "k"):
+            pairs = self.tensors[layer][0].numpy().swapaxes(3, 4)
+            return pairs.reshape(self.pages, len(self.heads), self.tokens, self.width)
         view = self._view(layer, kind)
         if self.layout == "amx":
             plain = view[:, :, self._inverse]
@@ -121,6 +174,10 @@ class Cache:
         return view.copy()
 
     def write(self, layer, kind, values):
+        if (self.layout, kind) == ("fp8", "k"):
+            pairs = values.reshape(*values.shape[:2], self.tokens // 2, 2, self.width)
+            self.tensors[layer][0].numpy()[...] = pairs.swapaxes(3, 4)
+            return
         view = self._view(layer, kind)
         if self.layout == "amx":
             values = values.reshape(self.pages, len(self.heads), -1)[:, :, self._order]

@@ -10,11 +10,15 @@ from neuron_push.geometry import GeometryError, check
 from neuron_push.layouts import (
     Place,
     View,
+    block_first,
     cpu_attn_opaque,
     cpu_attn_vec,
+    fp8_packed_key,
     interleaved,
     mla,
+    single,
     split_first,
+    state,
 )
 from tests import fleet, oracle
 
@@ -28,6 +32,12 @@ LAYOUTS = (
     "old_hnd",
     "vec",
     "mla",
+    "block_first",
+    "contiguous",
+    "transposed",
+    "tiled",
+    "block",
+    "tiled_block",
 )
 
 
@@ -61,7 +71,8 @@ def test_a_tensor_inside_a_larger_region_is_found_by_its_address(layout):
     heads = (0,) if layout == "mla" else (0, 1)
     cache = oracle.Cache(layout, (0,), heads, pages=2, tokens=4, width=3)
     (plane, *_) = fleet.planes_of(cache)
-    view = View.of(cache.tensors[0])
+    first = cache.tensors[0]
+    view = View.of(first[0] if isinstance(first, tuple) else first)
     assert plane.offset == view.address - cache.stores[0].data_ptr()
 
 
@@ -102,6 +113,8 @@ def test_latent_caches_may_carry_a_head_axis_of_one():
         (interleaved, (2, 3, 4, 5), "5 channels do not split"),
         (split_first, (3, 2, 2, 2, 2), "first axis must hold K and V"),
         (split_first, (2, 2, 2, 2), "expected 5 axes"),
+        (block_first, (3, 3, 2, 2, 2), "second axis must hold K and V"),
+        (fp8_packed_key, (2, 1, 4, 3, 3), "shape .B, H, N/2, D, 2."),
         (mla, (2, 2, 3, 4), "expected 3 axes"),
         (cpu_attn_vec, (2, 2, 3, 5), "CPU_ATTN needs contiguous"),
     ],
@@ -110,6 +123,60 @@ def test_a_tensor_of_another_shape_is_refused(build, shape, words):
     tensor = torch.zeros(shape)
     with pytest.raises(GeometryError, match=words):
         build(View.of(tensor), Place(0, 0, tensor.data_ptr()))
+
+
+@pytest.mark.parametrize("axes", ["BHN", "BHNN", "BHNDD", "BHXD", ""])
+def test_axes_that_do_not_name_the_tensor_are_refused(axes):
+    tensor = torch.zeros(2, 3, 4, 5)
+    with pytest.raises(GeometryError, match="axes"):
+        single(View.of(tensor), Place(0, 0, tensor.data_ptr()), "k", axes)
+
+
+def test_tiles_that_do_not_follow_each_other_are_refused():
+    tensor = torch.zeros(2, 3, 4, 6, 5).transpose(2, 3)
+    with pytest.raises(GeometryError, match="tiles of tokens"):
+        single(View.of(tensor), Place(0, 0, tensor.data_ptr()), "v", "BHNND")
+
+
+def test_packed_fp8_keys_are_one_span_per_head():
+    tensor = torch.zeros(4, 2, 16, 8, 2, dtype=torch.uint8)
+    key = fp8_packed_key(View.of(tensor), Place(3, 1, tensor.data_ptr()))
+    assert (key.page, key.head, key.page_bytes) == (512, 256, 256)
+    assert key.interior == "neuron:fp8_packed:k:32x8x1"
+    gap = torch.zeros(4, 2, 16, 8, 4, dtype=torch.uint8)[..., :2]
+    with pytest.raises(GeometryError, match="contiguous per head"):
+        fp8_packed_key(View.of(gap), Place(0, 0, gap.data_ptr()))
+
+
+def mamba(pages=4, raw=64):
+    """A conv state of 4x3 bf16 and an SSM state of 2x4 floats in one raw page, as vLLM cuts it."""
+    store = torch.zeros(pages, raw, dtype=torch.int8)
+    conv = store.view(torch.bfloat16).as_strided((pages, 4, 3), (raw // 2, 3, 1), 0)
+    ssm = store.view(torch.float32).as_strided((pages, 2, 4), (raw // 4, 4, 1), 24 // 4)
+    return store, conv, ssm
+
+
+def test_a_state_page_spans_all_its_tensors():
+    store, conv, ssm = mamba()
+    plane = state([View.of(conv), View.of(ssm)], Place(7, 0, store.data_ptr()))
+    assert (plane.offset, plane.page, plane.head, plane.page_bytes) == (0, 64, 0, 24 + 32)
+    assert plane.interior == "mamba:4x3x2+2x4x4" and plane.kind == "state"
+    conv[2], ssm[2] = 1, 2
+    copied = torch.zeros_like(store)
+    span = slice(2 * plane.page, 2 * plane.page + plane.page_bytes)
+    copied.view(-1)[span] = store.view(-1)[span]
+    assert torch.equal(copied, store)
+
+
+def test_tensors_of_different_state_pages_are_refused():
+    _, conv, ssm = mamba()
+    place = Place(0, 0, min(conv.data_ptr(), ssm.data_ptr()))
+    with pytest.raises(GeometryError, match="do not lie in the same page"):
+        state([View.of(conv[:1]), View.of(ssm[1:])], place)
+    with pytest.raises(GeometryError, match="pages of different sizes"):
+        state([View.of(conv), View.of(mamba(raw=128)[2])], place)
+    with pytest.raises(GeometryError, match="without tensors"):
+        state([], place)
 
 
 def test_the_cpu_kernel_needs_a_dense_interior():

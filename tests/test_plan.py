@@ -21,7 +21,13 @@ STRIDED = (
     "neuron",
     "nhd",
     "old_hnd",
+    "block_first",
+    "contiguous",
+    "block",
+    "tiled_block",
 )
+# Layouts that exist only as whole pages, at least in part.
+BY_PAGE = ("vec", "amx", "transposed", "tiled", "fp8")
 PROVE = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -48,16 +54,16 @@ def block_list(draw, tokens, stop):
 @st.composite
 def pairs(draw):
     """Any two layouts that can talk directly once short runs are allowed."""
-    family = draw(st.sampled_from(["strided", "strided", "strided", "vec", "amx", "mla"]))
+    family = draw(st.sampled_from(["strided"] * 6 + [*BY_PAGE, "mla"]))
     names = [draw(st.sampled_from(STRIDED)) if family == "strided" else family for _ in "pd"]
     sizes = st.sampled_from([1, 3, 4, 5, 6, 16, 32, 48, 128])
     tokens = [draw(sizes), draw(sizes)]
-    if family in ("vec", "amx"):
+    if family in BY_PAGE:
         tokens = [draw(st.sampled_from([2, 4, 16, 32]))] * 2
     per_block = [draw(st.sampled_from([1, 1, 2, 3])) for _ in "pd"]
     stop = draw(st.integers(1, 150))
     start = draw(st.integers(0, stop - 1))
-    if family in ("vec", "amx"):
+    if family in BY_PAGE:
         start -= start % tokens[1]
     heads = draw(st.sampled_from([1, 2, 4]))
     layers = draw(st.integers(1, 3))
@@ -555,10 +561,14 @@ def test_malformed_runs_are_refused(runs):
 
 # -- mutation ------------------------------------------------------------------------------
 
-NUMBERS = {"amx": ("offset", "page", "head", "page_bytes"), "mla": ("offset", "page", "token")}
+NUMBERS = {
+    "amx": ("offset", "page", "head", "page_bytes"),
+    "fp8": ("offset", "page", "head", "page_bytes"),
+    "mla": ("offset", "page", "token"),
+}
 FALSIFIED = [
     (layout, number)
-    for layout in (*STRIDED, "vec", "amx", "mla")
+    for layout in (*STRIDED, *BY_PAGE, "mla")
     for number in NUMBERS.get(layout, ("offset", "page", "head", "token", "channel"))
 ]
 

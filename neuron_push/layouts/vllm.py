@@ -1,29 +1,14 @@
-"""Planes from tensors: one builder per way a framework arranges K and V.
-
-Who knows the attention backend picks the builder; a builder takes strides from the tensor it is
-given and never guesses an arrangement from a shape. All results are in bytes.
-
-B pages, H heads on the rank, N tokens per page, D channels:
-
-    interleaved        (B, H, N, 2D)      K row and V row side by side per token
-    split_first        (2, B, H, N, D)    V is a second array behind K; or tokens before heads
-    cpu_attn_vec       (B, H, N, 2D)      per (page, head) K as (D, N), then V as (N, D)
-    cpu_attn_opaque    (B, H, N, 2D)      per (page, head) K tiles, then V tiles
-    mla                (B, N, D)          one latent row per token
-"""
+"""Planes of vLLM's own attention backends and of the Neuron plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from neuron_push.geometry import GeometryError, Plane
+from neuron_push.layouts.view import Place, View, beside, rank
 
 __all__ = [
-    "Place",
-    "TensorLike",
-    "View",
+    "block_first",
     "cpu_attn_opaque",
     "cpu_attn_vec",
     "interleaved",
@@ -32,66 +17,13 @@ __all__ = [
 ]
 
 
-class TensorLike(Protocol):
-    """The part of torch.Tensor that is needed; keeps torch out of this module."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    def stride(self) -> Sequence[int]: ...
-    def data_ptr(self) -> int: ...
-    def element_size(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Where a tensor's elements lie: `strides` in elements, `address` and `element` in bytes."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    address: int
-    element: int
-
-    @classmethod
-    def of(cls, tensor: TensorLike, element: int | None = None) -> View:
-        """The facts of a tensor; `element` reads a raw byte tensor as wider elements.
-
-        Raises:
-            GeometryError: the last axis of the byte tensor does not hold whole elements.
-        """
-        size = tensor.element_size()
-        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        if element is None or element == size:
-            return cls(shape, strides, tensor.data_ptr(), size)
-        outer = strides[:-1]
-        whole = strides[-1] == 1 and all(n * size % element == 0 for n in (*outer, shape[-1]))
-        if not whole:
-            raise GeometryError(f"a tensor of shape {shape} holds no whole {element}-byte elements")
-        wide = tuple(n * size // element for n in outer)
-        return cls(
-            (*shape[:-1], shape[-1] * size // element), (*wide, 1), tensor.data_ptr(), element
-        )
-
-    def bytes(self, axis: int) -> int:
-        """Stride of an axis in bytes."""
-        return self.strides[axis] * self.element
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which layer a tensor belongs to, and which region (its index and base address) holds it."""
-
-    layer: int
-    region: int
-    base: int
-
-
 def interleaved(view: View, place: Place, *, key_width: int | None = None) -> tuple[Plane, Plane]:
     """FLASH_ATTN and TRITON of vLLM 0.28 and later: (B, H, N, key_width + value_width).
 
     The axes are logical; their physical order is the tensor's strides. `key_width` defaults to
     half of the last axis.
     """
-    _rank(view, 4)
+    rank(view, 4)
     width = view.shape[3] // 2 if key_width is None else key_width
     if not 0 < width < view.shape[3] or (key_width is None and view.shape[3] % 2):
         raise GeometryError(f"{view.shape[3]} channels do not split into K and V at {width}")
@@ -107,7 +39,7 @@ def interleaved(view: View, place: Place, *, key_width: int | None = None) -> tu
         channel=view.bytes(3),
         width=width,
     )
-    return key, _value(key, offset + width * view.bytes(3), view.shape[3] - width)
+    return key, beside(key, offset + width * view.bytes(3), view.shape[3] - width)
 
 
 def split_first(
@@ -118,7 +50,7 @@ def split_first(
     `axes` names the order in the tensor's *shape*; a permuted view (the older CUDA HND caches are
     shaped NHD) keeps its own strides.
     """
-    _rank(view, 5)
+    rank(view, 5)
     if view.shape[0] != 2:
         raise GeometryError(f"the first axis must hold K and V, not {view.shape[0]} arrays")
     head, token = (2, 3) if axes == "HND" else (3, 2)
@@ -134,7 +66,27 @@ def split_first(
         channel=view.bytes(4),
         width=view.shape[4],
     )
-    return key, _value(key, offset + view.bytes(0), view.shape[4])
+    return key, beside(key, offset + view.bytes(0), view.shape[4])
+
+
+def block_first(view: View, place: Place) -> tuple[Plane, Plane]:
+    """(B, 2, H, N, D): what a Neuron plugin hands to vLLM 0.28 and later."""
+    rank(view, 5)
+    if view.shape[1] != 2:
+        raise GeometryError(f"the second axis must hold K and V, not {view.shape[1]} arrays")
+    offset = view.address - place.base
+    key = Plane(
+        layer=place.layer,
+        kind="k",
+        region=place.region,
+        offset=offset,
+        page=view.bytes(0),
+        head=view.bytes(2),
+        token=view.bytes(3),
+        channel=view.bytes(4),
+        width=view.shape[4],
+    )
+    return key, beside(key, offset + view.bytes(1), view.shape[4])
 
 
 def cpu_attn_vec(view: View, place: Place) -> tuple[Plane, Plane]:
@@ -216,7 +168,7 @@ def mla(view: View, place: Place) -> tuple[Plane]:
             view.address,
             view.element,
         )
-    _rank(view, 3)
+    rank(view, 3)
     latent = Plane(
         layer=place.layer,
         kind="latent",
@@ -231,29 +183,9 @@ def mla(view: View, place: Place) -> tuple[Plane]:
     return (latent,)
 
 
-def _rank(view: View, axes: int) -> None:
-    if len(view.shape) != axes:
-        raise GeometryError(f"expected {axes} axes, got shape {view.shape}")
-
-
-def _value(key: Plane, offset: int, width: int) -> Plane:
-    """V beside or behind K: the same strides from another offset."""
-    return Plane(
-        layer=key.layer,
-        kind="v",
-        region=key.region,
-        offset=offset,
-        page=key.page,
-        head=key.head,
-        token=key.token,
-        channel=key.channel,
-        width=width,
-    )
-
-
 def _cpu_interior(view: View) -> tuple[int, int]:
     """Tokens and channels of one (page, head) that the kernel addresses as one flat run."""
-    _rank(view, 4)
+    rank(view, 4)
     tokens, both = view.shape[2:]
     if both % 2 or view.strides[3] != 1 or view.strides[2] != both:
         raise GeometryError(f"CPU_ATTN needs contiguous (tokens, 2*channels), got {view}")
