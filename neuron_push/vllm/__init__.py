@@ -7,6 +7,7 @@ decodes     the scheduler half's decode legs
 worker      its worker half: geometry, settle points, reports
 params      kv_transfer_params, checked
 identity    semantics, request ids and prompt fingerprints
+explain     middleware: failed transfers answer with their reason
 describe    geometry of the KV caches a runner registers
 pins        references on KV blocks
 metadata    what travels between the halves each step

@@ -185,14 +185,15 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
         return None, ended or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The form of vLLM 0.30 and later."""
+        """The form of vLLM 0.30 and later: failures go by request, so not by block as well."""
         ended, failed = self._in_worker.results()
+        if failed:
+            self._in_worker.bad_blocks()
         assert compat.TransferResults is not None
         return compat.TransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        bad = self._in_worker.bad_blocks()
-        return set() if compat.FAILS_BY_REQUEST else bad
+        return self._in_worker.bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._in_worker.worker_meta()

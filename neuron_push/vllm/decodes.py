@@ -151,9 +151,7 @@ class Decodes:
     def _fail(self, decode: Decode, name: str, wanted: tuple[list[int], ...]) -> None:
         logger.warning("request %s fails: %s", name, decode.reject)
         decode.settled = True
-        # A vLLM that is told of failures by block has one group of blocks.
-        blocks = () if FAILS_BY_REQUEST else tuple(wanted[0])
-        self._rejected.append((name, decode.reject, blocks))
+        self._rejected.append((name, decode.reject, tuple(wanted[0])))
 
 
 __all__ = ["Decodes"]

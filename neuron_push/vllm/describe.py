@@ -1,7 +1,7 @@
 """Geometry of one worker's KV caches, from the tensors its runner registers.
 
-The attention backend says how the bytes inside a page are arranged; shapes never do. A
-backend that is not listed here is refused rather than guessed.
+The accelerator knows how the attention backends of its device arrange the bytes inside a page;
+shapes never say.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuron_push import layouts
 from neuron_push.accelerator import Accelerator
+from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Geometry, Group, Plane, Region, check
 from neuron_push.vllm.identity import group_kind
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-# Backends whose pages hold a K row and a V row side by side per token (vLLM 0.28 and later).
-_INTERLEAVED = {"FLASH_ATTN", "TRITON_ATTN"}
 
 
 def held_heads(total: int, rank: int, ranks: int) -> tuple[int, ...]:
@@ -58,7 +56,8 @@ def describe(
                 memory = accelerator.memory_type(tensor)
                 listed.append(Region(base, length, memory, accelerator.device_id(tensor)))
             place = layouts.Place(layer_index(name), regions[base], base)
-            planes += _planes(vllm_config, name, tensor, place)
+            attention = _attention(vllm_config, name, group_kind(spec.kv_cache_spec))
+            planes += accelerator.planes(tensor, attention, place)
             page_tokens, element = _page_tokens(tensor, spec.kv_cache_spec), tensor.element_size()
         block_tokens = spec.kv_cache_spec.block_size
         kind = group_kind(spec.kv_cache_spec)
@@ -86,26 +85,13 @@ def layer_index(name: str) -> int:
     return int(numbers[0])
 
 
-def _planes(
-    config: VllmConfig, name: str, tensor: torch.Tensor, place: layouts.Place
-) -> tuple[Plane, ...]:
+def _attention(config: VllmConfig, name: str, kind: str) -> Attention:
     layer: Any = config.compilation_config.static_forward_context[name]
-    backend = layer.get_attn_backend().get_name()
-    view = layouts.View.of(tensor)
-    if backend == "CPU_ATTN":
-        isa = str(getattr(layer, "isa", ""))
-        if isa in ("vec", "vec16"):
-            return layouts.cpu_attn_vec(view, place)
-        return layouts.cpu_attn_opaque(view, place, isa=isa or "unknown")
-    if tensor.device.type == "neuron" or backend == "NEURON_EMULATED":
-        return layouts.split_first(view, place)
-    if backend in _INTERLEAVED:
-        return layouts.interleaved(view, place)
-    if len(view.shape) == 3:
-        return layouts.mla(view, place)
-    raise ConfigError(
-        f"attention backend {backend!r} arranges KV pages in a way that is not known here; "
-        f"use one of {', '.join(sorted(_INTERLEAVED | {'CPU_ATTN'}))}"
+    return Attention(
+        backend=layer.get_attn_backend().get_name(),
+        kind=kind,
+        isa=str(getattr(layer, "isa", "")),
+        packed_keys=bool((config.additional_config or {}).get("fp8_packed_kv", False)),
     )
 
 

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from neuron_push.commands import Command
 
 # (request, reason, block ids): a load that fails at once. The block ids are for vLLM versions
-# that are told of a failure by block; empty for the others.
+# that are told of a failure by block, and whose models then have one group of them.
 Rejection = tuple[str, str, tuple[int, ...]]
 
 
@@ -49,17 +49,26 @@ IDLE = StepMeta(idle=True)
 
 
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Worker half to scheduler half: (pin, rank) pairs whose blocks are quiet on that rank."""
+    """Worker half to scheduler half, when there is something to say.
 
-    __slots__ = ("unpinned",)
+    `unpinned`: (pin, rank) pairs whose blocks are quiet on that rank. `failures`: (request,
+    reason) of loads that failed, kept for whoever asks why.
+    """
 
-    def __init__(self, unpinned: tuple[tuple[int, int], ...]) -> None:
+    __slots__ = ("failures", "unpinned")
+
+    def __init__(
+        self,
+        unpinned: tuple[tuple[int, int], ...] = (),
+        failures: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self.unpinned = unpinned
+        self.failures = failures
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         """Join what several ranks say in one step."""
         assert isinstance(other, WorkerMeta)
-        return WorkerMeta(self.unpinned + other.unpinned)
+        return WorkerMeta(self.unpinned + other.unpinned, self.failures + other.failures)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerMeta, (self.unpinned,)
+        return WorkerMeta, (self.unpinned, self.failures)

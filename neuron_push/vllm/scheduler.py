@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Reasons of failed requests that are kept for whoever asks why.
+MOST_REASONS = 1024
+
 
 class SchedulerHalf:
     """Hooks that vLLM's scheduler calls, in its order, on its thread."""
@@ -59,10 +62,13 @@ class SchedulerHalf:
             self._commands, self._rejected, self._sizes, patience=config.patience,
             recompute=transfer.kv_load_failure_policy == "recompute",
         )  # fmt: skip
+        self._reasons: dict[str, str] = {}
         self._software = tuple(check_versions().items())
         self._incarnation = int.from_bytes(os.urandom(6), "big")
         port = config.side_channel_port + parallel.data_parallel_index
-        self._listener = Listener(self._engine, config.side_channel_host, port, self._describe)
+        self._listener = Listener(
+            self._engine, config.side_channel_host, port, self._describe, self._why
+        )
         self._address = self._listener.address
         logger.info(
             "neuron-push: engine %s (%s) answers at %s:%d", self._engine, self._role,
@@ -149,6 +155,8 @@ class SchedulerHalf:
         if isinstance(meta, WorkerMeta):
             for pin, rank in meta.unpinned:
                 self._pins.quiet(pin, rank)
+            for name, reason in meta.failures:
+                self._remember(name, reason)
 
     @property
     def has_work(self) -> bool:
@@ -171,6 +179,18 @@ class SchedulerHalf:
         return (self._pins.blocks, self._pins.oldest_age()) if self._pins else (0, 0.0)
 
     # ------------------------------------------------------------------ side channel
+
+    def _remember(self, request: str, reason: str) -> None:
+        self._reasons[request] = reason
+        while len(self._reasons) > MOST_REASONS:
+            del self._reasons[next(iter(self._reasons))]
+
+    def _why(self, request: str) -> str:
+        """Why a request failed, by any part of its id; called on the listener's thread."""
+        for name, reason in reversed(list(self._reasons.items())):
+            if request and request in name:
+                return reason
+        return ""
 
     def _describe(self) -> EngineInfo:
         """Who this engine is; called on the listener's thread."""

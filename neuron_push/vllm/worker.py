@@ -58,6 +58,7 @@ class WorkerHalf:
         self._bound: dict[int, Receive] = {}  # attempts under way
         self._bad_blocks: set[int] = set()
         self._unpinned: list[tuple[int, int]] = []
+        self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
         self._last_news = 0.0
 
@@ -161,7 +162,7 @@ class WorkerHalf:
                 if isinstance(report, ReceiveFailed):
                     self._rejected.append((report.request, report.reason, _first_group(command)))
         for request, reason, blocks in self._rejected:
-            logger.warning("request %s: KV not received: %s", request, reason)
+            self._explain(request, reason)
             ended.add(request)
             failed.add(request)
             self._bad_blocks.update(blocks)
@@ -170,15 +171,18 @@ class WorkerHalf:
 
     def bad_blocks(self) -> set[int]:
         """Blocks whose load failed, for vLLM versions that are told by block."""
+        if not self._bad_blocks:
+            return set()
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def worker_meta(self) -> WorkerMeta | None:
         """Pins this rank has let go of since the last call."""
-        if not self._unpinned:
+        if not self._unpinned and not self._failures:
             return None
-        meta = WorkerMeta(tuple(self._unpinned))
+        meta = WorkerMeta(tuple(self._unpinned), tuple(self._failures))
         self._unpinned.clear()
+        self._failures.clear()
         return meta
 
     def stats(self) -> PushStats | None:
@@ -188,6 +192,10 @@ class WorkerHalf:
         return PushStats.of(self._thread.tally.take())
 
     # ------------------------------------------------------------------ inside
+
+    def _explain(self, request: str, reason: str) -> None:
+        logger.warning("request %s: KV not received: %s", request, reason)
+        self._failures.append((request, reason))
 
     def _fail_all(self, reason: str) -> None:
         """Nobody will answer what is under way; the pins stay, since WRITEs may still land."""

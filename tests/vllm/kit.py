@@ -77,13 +77,12 @@ def engine_config(
     connector: str = "NeuronPushConnector", extra: dict[str, Any] | None = None,
     speculative: dict[str, Any] | None = None, model_len: int = 4096, block: int = BLOCK,
 ) -> Any:  # fmt: skip
-    settings = {"side_channel_port": 0, **(extra or {})} if extra is not None else {
-        "side_channel_port": 0
-    }
+    own = connector == "NeuronPushConnector"
+    settings = {"side_channel_port": 0, **(extra or {})} if own else extra
     transfer = KVTransferConfig(
         kv_connector=connector,
         kv_connector_module_path=(
-            "neuron_push.vllm.connector" if connector == "NeuronPushConnector" else None
+            "neuron_push.vllm.connector" if own else None
         ),
         kv_role=role,
         engine_id=f"engine-{next(_serial)}",
