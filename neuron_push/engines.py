@@ -17,6 +17,7 @@ CONNECTOR: Final = {
     "kv_connector": "NeuronPushConnector",
     "kv_connector_module_path": "neuron_push.vllm.connector",
 }
+EXPLAIN: Final = "neuron_push.vllm.explain.Explain"
 # A tiny model gains nothing from more threads, and spinning ones slow the other engine down.
 MOST_THREADS: Final = 2
 
@@ -76,6 +77,8 @@ class EngineOptions:
             words += ["--num-gpu-blocks-override", str(self.kv_blocks)]
         if self.transfer is not None:
             words += ["--kv-transfer-config", json.dumps(dict(self.transfer))]
+            if self.transfer.get("kv_connector") == CONNECTOR["kv_connector"]:
+                words += ["--middleware", EXPLAIN]
         return [*words, *self.arguments]
 
     def variables(self, side_port: int) -> dict[str, str]:

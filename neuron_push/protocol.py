@@ -3,7 +3,8 @@
 Two channels carry these types:
 
 * the *side channel* (TCP, one address per engine and one per worker rank) carries
-  `Who`/`EngineInfo`, `Announce`/`Announced` and `Hello`/`Welcome`, or `Refusal`;
+  `Who`/`EngineInfo`, `Announce`/`Announced`, `Hello`/`Welcome`, `Events`/`EventBatch` and
+  `Holds`/`Held`, or `Refusal`;
 * *NIXL notifications* (worker to worker, once both sides have said hello) carry
   everything else.
 
@@ -131,6 +132,65 @@ class Welcome(_Message, frozen=True):
     metadata: bytes
 
 
+class Why(_Message, frozen=True):
+    """Asks an engine's listener why a request failed; `request` is any part of its id."""
+
+    request: str
+
+
+class Because(_Message, frozen=True):
+    """Why it failed; empty if nothing is known."""
+
+    reason: str
+
+
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to one transfer, on the recording process's monotonic clock."""
+
+    at: float  # seconds
+    name: str
+    transfer: str
+    detail: str = ""
+    seconds: float = 0.0  # how long it took, for what takes time
+    value: float = 0.0  # bytes or tokens, by the name
+
+
+class Events(_Message, frozen=True):
+    """Asks for the trace events recorded since number `after`; 0 asks for all that are kept."""
+
+    after: int = 0
+
+
+class EventBatch(_Message, frozen=True):
+    """Trace events in order. `next` is what to ask `after` the next time.
+
+    `now` (monotonic) and `wall` (Unix time) are the answering process's clocks at the answer,
+    `lost` counts events that were overwritten before anybody asked. A process that does not
+    trace answers a `size` of 0.
+    """
+
+    source: str
+    size: int
+    now: float
+    wall: float
+    next: int
+    lost: int
+    events: tuple[TraceEvent, ...]
+
+
+class Holds(_Message, frozen=True):
+    """Asks a decode engine whether it still holds KV blocks for a transfer."""
+
+    transfer: str
+
+
+class Held(_Message, frozen=True):
+    """Blocks held for that transfer; 0 once nothing can land in them any more."""
+
+    transfer: str
+    blocks: int
+
+
 class Refusal(_Message, frozen=True):
     """Readable reason why the other side's request cannot be served."""
 
@@ -251,7 +311,9 @@ class Moved(_Message, frozen=True):
     agent: str
 
 
-SideChannelMessage = Who | EngineInfo | Announce | Announced | Hello | Welcome | Refusal
+SideChannelMessage = (
+    Who | EngineInfo | Announce | Announced | Hello | Welcome | Why | Because | Refusal
+)
 Notification = (
     Register | Registered | Soon | Done | Failed | Cancel | Cancelled | Alive | Move | Moved
 )

@@ -17,11 +17,13 @@ from neuron_push.protocol import (
     Address,
     Announce,
     Announced,
+    Because,
     EngineInfo,
     RankInfo,
     Refusal,
     SideChannelMessage,
     Who,
+    Why,
     clip,
 )
 from neuron_push.sidechannel.server import Request, Server
@@ -34,15 +36,22 @@ logger = logging.getLogger(__name__)
 class Listener:
     """Answers `Who` and collects `Announce` on a thread of its own.
 
-    `describe` is called on that thread for every `Who`; the ranks that have announced
-    themselves are filled in afterwards. Raises ConfigError if it cannot listen at host:port.
+    `describe` is called on that thread for every `Who` (the ranks that have announced
+    themselves are filled in afterwards), and `explain` for every `Why`. Raises ConfigError if it cannot listen
+    at host:port.
     """
 
     def __init__(
-        self, engine: str, host: str, port: int, describe: Callable[[], EngineInfo]
+        self,
+        engine: str,
+        host: str,
+        port: int,
+        describe: Callable[[], EngineInfo],
+        explain: Callable[[str], str] = lambda request: "",
     ) -> None:
         self._engine = engine
         self._describe = describe
+        self._explain = explain
         # Guards `_announced`; everything else belongs to the thread.
         self._lock = threading.Lock()
         self._announced: dict[int, Announce] = {}
@@ -99,6 +108,8 @@ class Listener:
             return msgspec.structs.replace(self._describe(), ranks=self.ranks())
         if isinstance(message, Announce):
             return self._record(message)
+        if isinstance(message, Why):
+            return Because(clip(self._explain(message.request)))
         kind = type(message).__name__
         return Refusal(f"this is the engine's own address; {kind} belongs to one of its ranks")
 
