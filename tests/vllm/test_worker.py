@@ -310,7 +310,8 @@ def test_a_dead_thread_fails_what_is_under_way_and_what_comes_after(half):
     half._thread.reports = [ReceiveFailed(1, "a", "stopped", False)]
     assert half.results() == ({"a", "b"}, {"a", "b"})
     assert half.results() == (set(), set())
-    assert half.worker_meta() is None
+    meta = half.worker_meta()  # says why, and lets no pin go
+    assert meta is None or (meta.failures and not meta.unpinned)
 
 
 def test_waits_are_longer_when_nothing_happens(half, log, monkeypatch):
