@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ def test_ranges_are_the_maximal_runs_in_order(ranges):
     found = list(mine)
     assert [n for start, stop in found for n in range(start, stop)] == sorted(oracle)
     assert all(start < stop for start, stop in found)
-    assert all(before < after for (_, before), (after, _) in zip(found, found[1:], strict=False))
+    assert all(before < after for (_, before), (after, _) in pairwise(found))
 
 
 @given(RANGES, NUMBERS, NUMBERS)

@@ -71,11 +71,15 @@ class World:
     def run(self, seconds):
         end = self.now + seconds
         while self._heap and self._heap[0][0] <= end:
-            self.now, _, action = heapq.heappop(self._heap)
-            self.steps += 1
-            action()
+            self.step()
         self.now = end
         self.writes = [write for write in self.writes if not write.over]
+
+    def step(self):
+        """Let the next thing happen."""
+        self.now, _, action = heapq.heappop(self._heap)
+        self.steps += 1
+        action()
 
     def check(self, held, complaint):
         if not held:

@@ -1,0 +1,101 @@
+"""Whatever happens in whatever state: the promises hold and everything comes back.
+
+The states are enumerated from the code; a new one makes a test fail until it can be entered.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_push.rendezvous.consumer import AttemptState
+from neuron_push.rendezvous.producer import SendingState
+from tests.rendezvous.stories import Story, enter_attempt, enter_rotation, enter_sending
+
+MISFORTUNES = {
+    "decode abandons": lambda story: story.abandon(),
+    "prefill ends": lambda story: story.retire("ended"),
+    "prefill is preempted": lambda story: story.retire("preempted"),
+    "decode loses the link": lambda story: story.lose(story.decode),
+    "prefill loses the link": lambda story: story.lose(story.prefill),
+    "patience ends": lambda story: story.run_out_of_patience(),
+    "decode freezes": lambda story: story.decode.processes[0].freeze(1.0),
+    "prefill freezes": lambda story: story.prefill.processes[0].freeze(1.0),
+    "decode crashes": lambda story: story.world.crash("D0"),
+    "prefill crashes": lambda story: story.world.crash("P0"),
+}
+PHASES = ("wanted", "opening", "moving", "closing")
+
+
+def suffer(story, name):
+    MISFORTUNES[name](story)
+    story.world.run(1.0)
+    story.world.calm()
+    story.world.settle_down()
+    return story
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("state", AttemptState)
+@pytest.mark.parametrize("misfortune", MISFORTUNES)
+def test_misfortune_in_every_state_of_an_attempt(state, misfortune, hold):
+    for seed in range(2):
+        story = Story(seed, hold=hold)
+        enter_attempt(story, state)
+        suffer(story, misfortune)
+
+
+@pytest.mark.parametrize("state", SendingState)
+@pytest.mark.parametrize("misfortune", MISFORTUNES)
+def test_misfortune_in_every_state_of_a_sending(state, misfortune):
+    for seed in range(2):
+        story = Story(seed)
+        enter_sending(story, state)
+        suffer(story, misfortune)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+@pytest.mark.parametrize("misfortune", MISFORTUNES)
+def test_misfortune_in_every_phase_of_a_rotation(side, phase, misfortune):
+    for seed in range(2):
+        story = Story(seed)
+        enter_rotation(story, getattr(story, side), phase)
+        suffer(story, misfortune)
+
+
+def test_a_story_without_misfortune_is_received():
+    story = Story()
+    story.until(lambda: story.attempt_state() is AttemptState.ENDED)
+    assert story.attempt.reported == {0: True}
+    story.world.settle_down()
+
+
+def test_an_abort_with_a_write_in_flight_gives_blocks_back_when_it_drains():
+    story = Story()
+    story.until(lambda: story.producer.writing)
+    story.abandon()
+    story.until(lambda: not story.producer.writing)
+    drained = story.world.now
+    story.until(lambda: not story.decode.holder)
+    assert story.world.now - drained < 0.1
+
+
+def test_decode_hears_of_an_aborted_prefill_at_once():
+    story = Story()
+    story.until(lambda: story.sending_state() is SendingState.SENDING)
+    story.retire("ended")
+    told = story.world.now
+    story.until(lambda: story.attempt.reported)
+    assert story.attempt.reported == {0: False}
+    assert story.world.now - told < 0.1
+
+
+def test_a_lost_registration_is_resent():
+    story = Story()
+    story.world.faults.drop = 1.0
+    story.until(lambda: story.attempt_state() is AttemptState.WAITING)
+    story.world.run(0.015)
+    story.world.faults.drop = 0.0
+    sent = story.world.now
+    story.until(lambda: story.sending_state() is not None)
+    assert story.world.now - sent < 0.06
