@@ -8,6 +8,7 @@
     |   `-- Refused            the other engine answered, and the answer is no
     |-- PlanError              no plan of copies exists for what was asked
     |   `-- IncompatiblePair   two geometries or semantics differ in a way that cannot be copied
+    |       `-- NeedsStaging   they hold the same elements in orders that have no long common run
     |-- TransportError         NIXL, the side channel or the network failed
     |   `-- Disconnected       the connection to one peer is gone
     `-- DeadlineExceeded       something did not happen within its stated bound
@@ -26,6 +27,7 @@ __all__ = [
     "DeadlineExceeded",
     "Disconnected",
     "IncompatiblePair",
+    "NeedsStaging",
     "NeuronPushError",
     "PeerError",
     "PlanError",
@@ -86,6 +88,10 @@ class IncompatiblePair(PlanError):
 
     def __str__(self) -> str:
         return ": ".join(filter(None, (super().__str__(), "; ".join(self.differences))))
+
+
+class NeedsStaging(IncompatiblePair):
+    """Copies would be too short: one of the sides has to bring bytes into the other's order."""
 
 
 class TransportError(NeuronPushError):

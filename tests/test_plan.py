@@ -299,8 +299,7 @@ def test_transposed_against_plain_k_is_refused_in_words():
     prefill = fleet.engine("vec", tokens=16, blocks=[1])
     decode = fleet.engine("interleaved", tokens=16, blocks=[1])
     assert refusal(prefill, decode) == (
-        "K of layer 0 is stored [channel, token] on prefill and [token, channel] on decode; "
-        "needs layout translation, which this version does not do"
+        "K of layer 0 is stored [channel, token] on prefill and [token, channel] on decode"
     )
 
 
@@ -389,9 +388,46 @@ def test_geometries_that_cannot_be_compared_are_refused():
         pair(side, side, Ask(((7,),)))
     with pytest.raises(IncompatiblePair, match="asked for twice"):
         pair(side, side, Ask(((0, 0),)))
-    state = Plane(0, "state", 0, 0, 256, 0, 0, 0, 4, "mamba", 64)
-    with pytest.raises(IncompatiblePair, match="state pages, which this version does not move"):
-        pair(one_plane(state, kind="state"), one_plane(state, kind="state"), Ask(((0,),)))
+
+
+# -- state pages ---------------------------------------------------------------------------
+
+
+def state_side(tag="mamba:4x3x2", tokens=4, heads=(0,)):
+    plane = Plane(0, "state", 0, 0, 256, 0, 0, 0, 1, tag, 64)
+    group = Group("state", tokens, tokens, 4, heads, (plane,))
+    return Geometry((Region(4096, 4096, "DRAM", 0),), (group,), 4)
+
+
+def state_copies(prefill, decode, source, destination, **options):
+    plan = pair(prefill, decode, fleet.everything(decode))
+    lists = [[Blocks(0, np.array(ids, np.int32))] for ids in (source, destination)]
+    return plan.copies(0, 9, *lists, **options)
+
+
+def test_state_pages_travel_once_with_the_last_range():
+    # The two engines may count different tokens in the one block of a request.
+    sides = state_side(), state_side(tokens=4096)
+    assert state_copies(*sides, [2], [3]).count == 0
+    assert fleet.rows(state_copies(*sides, [1, 2], [3], last=True)) == [[0, 512, 0, 768, 64]]
+
+
+@pytest.mark.parametrize(("source", "destination"), [([], [1]), ([1], []), ([1, 0], [1])])
+def test_a_request_without_a_state_block_is_an_error(source, destination):
+    with pytest.raises(PlanError, match="lists no block for the state"):
+        state_copies(state_side(), state_side(), source, destination, last=True)
+
+
+def test_states_of_another_shape_or_share_of_heads_are_refused():
+    with pytest.raises(IncompatiblePair, match="the state of layer 0 is packed as mamba:4x3x2"):
+        state_copies(state_side(), state_side(tag="mamba:2x3x2"), [1], [1])
+    with pytest.raises(IncompatiblePair, match="all heads of a rank in one page"):
+        state_copies(state_side(heads=(0, 1)), state_side(), [1], [1])
+
+
+def test_state_blocks_do_not_hold_ranges_to_their_boundaries():
+    plan = pair(state_side(), state_side(), Ask(((0,),)))
+    assert plan.start_granularity(0) == 1 and plan.grain == 1
 
 
 # -- bad requests --------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from neuron_push.errors import IncompatiblePair
+from neuron_push.errors import NeedsStaging
 from neuron_push.geometry import Group
-from neuron_push.plan.pieces import NO_TRANSLATION, Pieces, Run, Steps
+from neuron_push.plan.pieces import Pieces, Run, Steps
 
 __all__ = ["Lanes", "Take", "lanes_of"]
 
@@ -59,8 +59,8 @@ def lanes_of(
     """Lanes for every layer that both groups hold and the given global heads.
 
     Raises:
-        IncompatiblePair: the bytes of some plane mean different things on the two sides, or their
-            common runs are shorter than `min_run` bytes.
+        IncompatiblePair: the bytes of some plane mean different things on the two sides.
+        NeedsStaging: their common runs are shorter than `min_run` bytes.
     """
     pieces = Pieces(source, destination, heads, element)
     runs = _joined(run for run in pieces.runs() if not run.whole_page)
@@ -121,10 +121,10 @@ def _page_is_tokens(run: Run, source_tokens: int, destination_tokens: int) -> bo
 
 def _long_enough(run: Run, min_run: int) -> Run:
     if run.length < min_run:
-        raise IncompatiblePair(
+        raise NeedsStaging(
             f"{run.name}: the longest run common to both sides is {run.length} bytes, less than "
             f"{min_run} (a token is {run.steps.source_token} bytes after the previous one on "
-            f"prefill and {run.steps.destination_token} on decode); {NO_TRANSLATION}"
+            f"prefill and {run.steps.destination_token} on decode)"
         )
     return run
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from neuron_push.errors import IncompatiblePair
+from neuron_push.errors import IncompatiblePair, NeedsStaging
 from neuron_push.geometry import Group, Plane
 
-__all__ = ["NO_TRANSLATION", "Pieces", "Run", "Steps"]
+__all__ = ["Pieces", "Run", "Steps"]
 
-NO_TRANSLATION = "needs layout translation, which this version does not do"
 NOUNS = {"k": "K", "v": "V", "latent": "the latent KV", "state": "the state"}
 
 
@@ -47,6 +46,12 @@ class Pieces:
     element: int
 
     def runs(self) -> Iterator[Run]:
+        """One run per layer, plane and head; raises IncompatiblePair for what cannot be copied."""
+        for name, source, destination in self.matches():
+            yield from self._of_plane(name, source, destination)
+
+    def matches(self) -> Iterator[tuple[str, Plane, Plane]]:
+        """Planes of decode with their counterparts on prefill, and a name for each."""
         held = {(plane.layer, plane.kind): plane for plane in self.source.planes}
         layers = {plane.layer for plane in self.source.planes}
         for plane in self.destination.planes:
@@ -56,14 +61,22 @@ class Pieces:
             match = held.get((plane.layer, plane.kind))
             if match is None:
                 raise IncompatiblePair(f"{name} is stored on decode but not on prefill")
-            yield from self._of_plane(name, match, plane)
+            if match.width != plane.width:
+                raise IncompatiblePair(
+                    f"{name} has {match.width} channels per head on prefill and "
+                    f"{plane.width} on decode"
+                )
+            yield name, match, plane
+
+    def check(self) -> None:
+        """Raise IncompatiblePair for what no order of the bytes could bring together."""
+        for name, source, destination in self.matches():
+            if source.interior or destination.interior:
+                self._same_opaque(name, source, destination)
+                if not (source.head and destination.head):
+                    self._one_span(name, source, destination)
 
     def _of_plane(self, name: str, source: Plane, destination: Plane) -> Iterator[Run]:
-        if source.width != destination.width:
-            raise IncompatiblePair(
-                f"{name} has {source.width} channels per head on prefill and "
-                f"{destination.width} on decode"
-            )
         length, whole_page = self._length(name, source, destination)
         steps = Steps(source.page, source.token, destination.page, destination.token)
         if whole_page:
@@ -97,13 +110,11 @@ class Pieces:
         words = self._order(source, self.source), self._order(destination, self.destination)
         grids = self.source.page_tokens, self.destination.page_tokens
         if words[0] != words[1] or words[0] != "[channel, token]":
-            raise IncompatiblePair(
-                f"{name} is stored {words[0]} on prefill and {words[1]} on decode; {NO_TRANSLATION}"
-            )
+            raise NeedsStaging(f"{name} is stored {words[0]} on prefill and {words[1]} on decode")
         if grids[0] != grids[1]:
-            raise IncompatiblePair(
+            raise NeedsStaging(
                 f"{name} is stored {words[0]} in pages of {grids[0]} tokens on prefill and "
-                f"{grids[1]} on decode; {NO_TRANSLATION}"
+                f"{grids[1]} on decode"
             )
         return source.width * grids[0] * self.element, True
 
@@ -117,11 +128,14 @@ class Pieces:
         tags = [plane.interior or "plain" for plane in (source, destination)]
         if tags[0] != tags[1]:
             raise IncompatiblePair(
-                f"{name} is packed as {tags[0]} on prefill and {tags[1]} on decode; "
-                f"{NO_TRANSLATION}"
+                f"{name} is packed as {tags[0]} on prefill and {tags[1]} on decode; packed bytes "
+                "are never taken apart"
             )
+        pages = self.source.page_tokens, self.destination.page_tokens
+        if self.source.kind == "state":
+            pages = (1, 1)  # one page per request, however many tokens its block counts
         for what, prefill, decode in (
-            ("tokens", self.source.page_tokens, self.destination.page_tokens),
+            ("tokens", *pages),
             ("bytes", source.page_bytes, destination.page_bytes),
         ):
             if prefill != decode:
