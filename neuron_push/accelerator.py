@@ -3,19 +3,27 @@
 An accelerator answers questions about tensors and about the end of a forward pass; it never
 moves bytes between machines. Each one but the CPU's is a distribution of its own, found by the
 entry-point group `neuron_push.accelerators`, so the core knows no vendor by name in its imports.
-Tensors are taken as they look (`Tensor` below): torch stays out of the core.
+Tensors are taken as they look (`neuron_push.tensors`): torch stays out of the core.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Final, Protocol, runtime_checkable
 
+from neuron_push import backends
+from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
+from neuron_push.geometry import Plane
+from neuron_push.layouts import Place, View
+from neuron_push.tensors import MemoryType, Tensor, whole_allocation
 
 __all__ = [
+    "NO_VARIABLES",
     "Accelerator",
     "CpuAccelerator",
     "DoneFence",
@@ -25,6 +33,7 @@ __all__ = [
     "Tensor",
     "installed",
     "lookup",
+    "still_to_set",
     "whole_allocation",
 ]
 
@@ -33,29 +42,11 @@ ENTRY_POINTS = "neuron_push.accelerators"
 # machine with an accelerator also has a CPU.
 PREFERRED = ("neuron", "cuda")
 
-# NIXL's own names for the two kinds of memory.
-MemoryType = Literal["DRAM", "VRAM"]
+NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
+# How libfabric reads a switch that is off.
+_OFF = frozenset({"0", "false", "no", "off"})
 
 logger = logging.getLogger(__name__)
-
-
-class _Storage(Protocol):
-    def data_ptr(self) -> int: ...
-    def nbytes(self) -> int: ...
-
-
-class _Device(Protocol):
-    @property
-    def type(self) -> str: ...
-
-
-class Tensor(Protocol):
-    """The part of a torch.Tensor that is used here."""
-
-    @property
-    def device(self) -> _Device: ...
-    def get_device(self) -> int: ...
-    def untyped_storage(self) -> _Storage: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,12 @@ class Fence(Protocol):
 
 @runtime_checkable
 class Accelerator(Protocol):
-    """One kind of memory that KV caches live in. Constructed without arguments, cheaply."""
+    """One kind of memory that KV caches live in. Constructed without arguments, cheaply.
+
+    In the order in which a worker asks: `probe` and `environment` before anything is loaded, the
+    questions about tensors when the runner hands over its caches, `enter_thread` first on the
+    transfer thread, and from then on `record_fence` after each forward.
+    """
 
     # Its name in the entry-point group and in the settings.
     name: str
@@ -89,6 +85,12 @@ class Accelerator(Protocol):
 
     def probe(self) -> Probe:
         """Look for the device. Never raises, never initialises it; safe in any process."""
+
+    def environment(self, present: Mapping[str, str] = NO_VARIABLES) -> dict[str, str]:
+        """Variables that must still be set before the device or NIXL is first used.
+
+        `present` is the environment as it is; empty when all of it fits.
+        """
 
     def memory_type(self, tensor: Tensor) -> MemoryType:
         """What NIXL calls this tensor's memory; ConfigError if it is another device's."""
@@ -103,14 +105,38 @@ class Accelerator(Protocol):
         Raises ConfigError, naming the cause, if the allocation has no usable address.
         """
 
+    def planes(self, tensor: Tensor, attention: Attention, place: Place) -> tuple[Plane, ...]:
+        """Where K and V of one layer lie in the tensor that the runner registers for it.
+
+        Raises ConfigError for a backend whose pages are not known, GeometryError for a tensor
+        that does not fit its backend.
+        """
+
+    def enter_thread(self) -> None:
+        """Make the calling thread ready for the device, before it creates a NIXL agent.
+
+        Comes after `region` was asked for every tensor. Raises ConfigError if an agent created
+        now would not be able to register the device's memory.
+        """
+
     def record_fence(self) -> Fence:
         """Mark the end of what the calling thread has launched. Returns at once."""
 
-    def nixl_backends(self) -> tuple[str, ...]:
-        """NIXL backends in order of preference on this machine; at least one."""
+    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
+        """Run strided copies beside the engine once `after` is done; the fence of their end.
 
-    def environment(self) -> dict[str, str]:
-        """Variables that must be set before the device or NIXL is first used."""
+        `work` issues tensor copies and is called on this thread, once, before the return. Called
+        by one thread only. Raises ConfigError where `can_reorder` is False.
+        """
+
+    def nixl_backends(self, wanted: Sequence[str] = ()) -> tuple[str, ...]:
+        """NIXL backends to instantiate, best first: `wanted` if it is not empty, else its own.
+
+        Raises ConfigError where device memory would silently travel over plain TCP.
+        """
+
+    def nixl_parameters(self, backend: str) -> dict[str, str]:
+        """Parameters to create that backend with; empty for its defaults."""
 
 
 @dataclass(frozen=True)
@@ -148,26 +174,49 @@ class CpuAccelerator:
     def region(self, tensor: Tensor) -> tuple[int, int]:
         return whole_allocation(tensor, "the tensor is empty or a meta tensor without memory")
 
+    def planes(self, tensor: Tensor, attention: Attention, place: Place) -> tuple[Plane, ...]:
+        return backends.arrange(backends.HOST, View.of(tensor), place, attention)
+
+    def enter_thread(self) -> None:
+        pass
+
     def record_fence(self) -> Fence:
         return DoneFence()
 
-    def nixl_backends(self) -> tuple[str, ...]:
-        return ("UCX",)
+    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
+        # Host copies run where they are called; whoever recorded `after` did so behind the work.
+        if not after.done():
+            raise ConfigError("host memory is reordered only after its fence is done")
+        work()
+        return DoneFence()
 
-    def environment(self) -> dict[str, str]:
+    def nixl_backends(self, wanted: Sequence[str] = ()) -> tuple[str, ...]:
+        return tuple(wanted) or ("UCX",)
+
+    def nixl_parameters(self, backend: str) -> dict[str, str]:
+        return {}
+
+    def environment(self, present: Mapping[str, str] = NO_VARIABLES) -> dict[str, str]:
         return {}
 
 
-def whole_allocation(tensor: Tensor, cause: str) -> tuple[int, int]:
-    """Base and length of a tensor's storage; `cause` says why there might be no address."""
-    storage = tensor.untyped_storage()
-    base, length = storage.data_ptr(), storage.nbytes()
-    if base <= 0 or length <= 0:
-        raise ConfigError(
-            f"cannot register the KV cache on device {tensor.device.type!r}: "
-            f"its allocation has address {base:#x} and {length} bytes; {cause}"
-        )
-    return base, length
+def still_to_set(needed: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str]:
+    """The part of `needed` that `present` does not say, in whichever spelling of off and on."""
+
+    def fits(value: str, wanted: str) -> bool:
+        off = value.strip().lower() in _OFF
+        return off if wanted == "0" else value == wanted or (wanted == "1" and _is_on(value))
+
+    return {
+        name: wanted
+        for name, wanted in needed.items()
+        if name not in present or not fits(present[name], wanted)
+    }
+
+
+def _is_on(value: str) -> bool:
+    text = value.strip().lower()
+    return text == "true" or (text.isdecimal() and int(text) > 0)
 
 
 def installed() -> tuple[str, ...]:

@@ -1,95 +1,61 @@
-"""Accelerators: one contract for all three, the lookup, and what each refuses."""
+"""Accelerators: one contract for all three, and the lookup. What each refuses is in
+test_accelerator_cuda.py and test_accelerator_neuron.py."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from types import SimpleNamespace
 
 import pytest
 
 from neuron_push import accelerator as core
-from neuron_push.accelerator import Accelerator, CpuAccelerator, Probe, lookup
+from neuron_push import geometry
+from neuron_push.accelerator import Accelerator, CpuAccelerator, Probe, lookup, still_to_set
+from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
+from neuron_push.geometry import GeometryError
+from neuron_push.layouts import Place
+from tests.devices import machine, nrt, torch_cuda
+from tests.devices.tensors import FakeTensor
 
 cuda = pytest.importorskip("neuron_push_cuda")
 neuron = pytest.importorskip("neuron_push_neuron")
+libnrt = pytest.importorskip("neuron_push_neuron.libnrt")
 
-
-@dataclass
-class FakeTensor:
-    """Looks like a torch.Tensor to an accelerator."""
-
-    kind: str = "cpu"
-    base: int = 0x10000
-    size: int = 4096
-    number: int = -1
-
-    @property
-    def device(self):
-        return SimpleNamespace(type=self.kind)
-
-    def get_device(self):
-        return self.number
-
-    def untyped_storage(self):
-        return SimpleNamespace(data_ptr=lambda: self.base, nbytes=lambda: self.size)
-
-
-class FakeEvent:
-    """A CUDA event: unrecorded it claims to be done, recorded it is done after some looks.
-
-    That an unrecorded event answers cudaSuccess is the documented behaviour of cudaEventQuery.
-    """
-
-    looks_until_done = 0
-
-    def __init__(self, enable_timing):
-        assert not enable_timing
-        self.recorded = False
-        self.looks = 0
-
-    def record(self):
-        self.recorded = True
-
-    def query(self):
-        assert self.recorded, "an unrecorded event says it is done"
-        self.looks += 1
-        return self.looks > self.looks_until_done
-
-
-def fake_torch(monkeypatch, *, cuda_version="12.9", devices=1):
-    module = SimpleNamespace(
-        __version__="2.13.0",
-        version=SimpleNamespace(cuda=cuda_version),
-        cuda=SimpleNamespace(device_count=lambda: devices, Event=FakeEvent),
-    )
-    monkeypatch.setitem(sys.modules, "torch", module)
-
-
-def put(path, text=""):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+INTERLEAVED = (4, 2, 16, 16)
+SPLIT_FIRST = (2, 4, 2, 16, 8)
 
 
 @pytest.fixture(params=["cpu", "cuda", "neuron"])
 def case(request, tmp_path, monkeypatch):
-    """An accelerator whose device is present, and a tensor that lives on it."""
-    fake_torch(monkeypatch)
-    put(tmp_path / "dev/nvidia0")
-    put(tmp_path / "dev/neuron0")
+    """An accelerator whose device is present, a tensor that lives on it, its backend."""
+    torch_cuda.install(monkeypatch)
+    machine.p5en(tmp_path)
+    machine.trn2(tmp_path)
+    loaded = libnrt.Loaded(nrt.FakeNrt(), False, "")
     return {
-        "cpu": lambda: (CpuAccelerator(), FakeTensor("cpu")),
-        "cuda": lambda: (cuda.CudaAccelerator(tmp_path), FakeTensor("cuda", number=3)),
-        "neuron": lambda: (neuron.NeuronAccelerator(tmp_path), FakeTensor("neuron")),
+        "cpu": lambda: (CpuAccelerator(), FakeTensor("cpu", shape=INTERLEAVED), "FLASH_ATTN"),
+        "cuda": lambda: (
+            cuda.CudaAccelerator(tmp_path),
+            FakeTensor("cuda", number=3, shape=INTERLEAVED),
+            "FLASH_ATTN",
+        ),
+        "neuron": lambda: (
+            neuron.NeuronAccelerator(tmp_path, lambda: loaded),
+            FakeTensor("neuron", shape=SPLIT_FIRST),
+            "CUSTOM",
+        ),
     }[request.param]()
 
 
 class TestContract:
+    def test_the_protocol_stays_a_page(self):
+        assert len(inspect.getsource(Accelerator).splitlines()) < 100
+
     def test_it_is_an_accelerator_under_its_own_name(self, case):
-        accelerator, _ = case
+        accelerator = case[0]
         assert isinstance(accelerator, Accelerator)
         assert type(accelerator) is type(lookup(accelerator.name))
 
@@ -99,37 +65,123 @@ class TestContract:
         assert all(isinstance(value, str) for value in probe.detail.values())
 
     def test_memory_type_and_device_are_legal_for_nixl(self, case):
-        accelerator, tensor = case
+        accelerator, tensor, _ = case
         expected = "DRAM" if accelerator.name == "cpu" else "VRAM"
         assert accelerator.memory_type(tensor) == expected
         assert accelerator.device_id(tensor) == max(tensor.number, 0)
 
     def test_the_region_is_the_whole_allocation(self, case):
-        accelerator, tensor = case
+        accelerator, tensor, _ = case
         assert accelerator.region(tensor) == (0x10000, 4096)
 
     @pytest.mark.parametrize("hole", [{"base": 0}, {"size": 0}])
     def test_an_allocation_without_address_or_length_is_refused(self, case, hole):
-        accelerator, tensor = case
+        accelerator, tensor, _ = case
         vars(tensor).update(hole)
         with pytest.raises(ConfigError, match="cannot register"):
             accelerator.region(tensor)
 
+    def test_an_unaligned_allocation_is_refused_where_the_device_needs_one(self, case):
+        accelerator, tensor, _ = case
+        tensor.base += 8
+        if accelerator.name == "cpu":
+            assert accelerator.region(tensor) == (0x10008, 4096)
+        else:
+            with pytest.raises(ConfigError, match="no multiple of"):
+                accelerator.region(tensor)
+
     def test_a_tensor_of_another_device_is_refused(self, case):
-        accelerator, tensor = case
+        accelerator, tensor, _ = case
         tensor.kind = "meta"
         with pytest.raises(ConfigError, match="'meta'"):
             accelerator.memory_type(tensor)
+
+    def test_it_makes_a_geometry_of_its_own_backend(self, case):
+        accelerator, tensor, backend = case
+        base, length = accelerator.region(tensor)
+        key, value = accelerator.planes(tensor, Attention(backend), Place(7, 0, base))
+        assert (key.layer, key.kind, value.kind) == (7, "k", "v")
+        region = geometry.Region(
+            base, length, accelerator.memory_type(tensor), accelerator.device_id(tensor)
+        )
+        group = geometry.Group("full", 16, 16, 4, (0, 1), (key, value))
+        geometry.check(geometry.Geometry((region,), (group,), 2))
+
+    def test_another_backend_is_refused_with_the_known_ones(self, case):
+        accelerator, tensor, backend = case
+        with pytest.raises(ConfigError, match=rf"'FANCY_ATTN'.*use one of.*{backend}"):
+            accelerator.planes(tensor, Attention("FANCY_ATTN"), Place(0, 0, tensor.base))
+
+    def test_a_tensor_that_does_not_fit_its_backend_is_refused(self, case):
+        accelerator, tensor, backend = case
+        tensor.shape = (4, 4)
+        with pytest.raises(GeometryError, match="axes"):
+            accelerator.planes(tensor, Attention(backend), Place(0, 0, tensor.base))
+
+    def test_latents_are_taken_from_any_backend(self, case):
+        accelerator, tensor, _ = case
+        tensor.shape = (4, 16, 32)
+        attention = Attention("FANCY_MLA", kind="mla")
+        (latent,) = accelerator.planes(tensor, attention, Place(0, 0, tensor.base))
+        assert (latent.kind, latent.width) == ("latent", 32)
 
     def test_a_recorded_fence_ends(self, case):
         fence = case[0].record_fence()
         assert fence.wait(1.0)
         assert fence.done()
 
-    def test_it_prefers_some_backend_and_names_its_environment(self, case):
-        accelerator, _ = case
-        assert accelerator.nixl_backends()[0] in {"UCX", "LIBFABRIC"}
-        assert all(isinstance(value, str) for value in accelerator.environment().values())
+    def test_it_reorders_or_says_why_not(self, case):
+        accelerator = case[0]
+        ran = []
+        if accelerator.can_reorder:
+            fence = accelerator.run_aside(lambda: ran.append(1), accelerator.record_fence())
+            assert ran == [1]
+            assert hasattr(fence, "done")
+        else:
+            with pytest.raises(ConfigError, match="does not reorder"):
+                accelerator.run_aside(lambda: ran.append(1), accelerator.record_fence())
+            assert not ran
+
+    def test_a_thread_can_be_made_ready_once_the_caches_are_known(self, case):
+        accelerator, tensor, _ = case
+        accelerator.region(tensor)
+        accelerator.enter_thread()
+
+    def test_it_prefers_some_backend(self, case):
+        accelerator = case[0]
+        (backend,) = accelerator.nixl_backends()
+        assert backend == ("UCX" if accelerator.name == "cpu" else "LIBFABRIC")
+        assert accelerator.nixl_backends((backend,)) == (backend,)
+        assert accelerator.nixl_parameters(backend) == {}
+
+    def test_what_it_needs_of_the_environment_is_what_is_missing(self, case):
+        accelerator = case[0]
+        needed = accelerator.environment()
+        assert accelerator.environment(needed) == {}
+        assert accelerator.environment({**needed, "OTHER": "x"}) == {}
+        for name in needed:
+            wrong = {**needed, name: "other"}
+            assert accelerator.environment(wrong) == {name: needed[name]}
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "fits"),
+    [
+        ("0", "0", True),
+        ("off", "0", True),
+        ("No ", "0", True),
+        ("1", "0", False),
+        ("", "0", False),
+        ("1", "1", True),
+        ("TRUE", "1", True),
+        ("8", "1", True),
+        ("0", "1", False),
+        ("x", "x", True),
+        ("y", "x", False),
+    ],
+)
+def test_a_variable_may_say_off_and_on_in_other_words(value, wanted, fits):
+    assert still_to_set({"V": wanted}, {"V": value}) == ({} if fits else {"V": wanted})
 
 
 class TestCpu:
@@ -144,91 +196,21 @@ class TestCpu:
         assert CpuAccelerator().region(view) == (tensor.data_ptr(), 32)
         assert CpuAccelerator().memory_type(view) == "DRAM"
 
+    def test_it_knows_how_cpu_attention_packs(self):
+        tensor = FakeTensor(shape=INTERLEAVED)
+        place = Place(0, 0, tensor.base)
+        vec, _ = CpuAccelerator().planes(tensor, Attention("CPU_ATTN", isa="vec"), place)
+        assert (vec.token, vec.channel, vec.interior) == (2, 32, "")
+        packed, _ = CpuAccelerator().planes(tensor, Attention("CPU_ATTN", isa="amx"), place)
+        assert packed.interior == "cpu_attn:amx:k:16x8x2"
 
-class TestCuda:
-    def test_without_a_device_file_it_says_so(self, tmp_path):
-        probe = cuda.CudaAccelerator(tmp_path).probe()
-        assert not probe.available
-        assert probe.reason == "no CUDA device: no /dev/nvidia* device file"
+    def test_it_does_not_copy_before_the_fence(self):
+        class Pending(core.DoneFence):
+            def done(self):
+                return False
 
-    @pytest.mark.parametrize(
-        ("torch", "reason"),
-        [
-            ({"cuda_version": None}, "built without CUDA"),
-            ({"devices": 0}, "PyTorch sees none"),
-        ],
-    )
-    def test_a_torch_that_cannot_use_the_device_is_named(
-        self, monkeypatch, tmp_path, torch, reason
-    ):
-        put(tmp_path / "dev/nvidia0")
-        fake_torch(monkeypatch, **torch)
-        probe = cuda.CudaAccelerator(tmp_path).probe()
-        assert not probe.available
-        assert reason in probe.reason
-
-    def test_a_missing_torch_is_named(self, monkeypatch, tmp_path):
-        put(tmp_path / "dev/nvidia0")
-        monkeypatch.setitem(sys.modules, "torch", None)
-        probe = cuda.CudaAccelerator(tmp_path).probe()
-        assert not probe.available
-        assert "PyTorch does not import" in probe.reason
-
-    def test_control_files_are_not_devices(self, tmp_path):
-        put(tmp_path / "dev/nvidiactl")
-        assert not cuda.CudaAccelerator(tmp_path).probe().available
-
-    def test_a_fence_waits_until_the_event_is_done(self, monkeypatch):
-        fake_torch(monkeypatch)
-        monkeypatch.setattr(FakeEvent, "looks_until_done", 3)
-        monkeypatch.setattr(cuda.time, "sleep", lambda seconds: None)
-        fence = cuda.CudaAccelerator().record_fence()
-        assert not fence.done()
-        assert fence.wait(60.0)
-
-    def test_a_wait_ends_at_its_deadline(self, monkeypatch):
-        fake_torch(monkeypatch)
-        monkeypatch.setattr(FakeEvent, "looks_until_done", sys.maxsize)
-        clock = iter(range(100))
-        fake = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
-        monkeypatch.setattr(cuda, "time", fake)
-        assert not cuda.CudaAccelerator().record_fence().wait(5.0)
-
-    def test_efa_devices_choose_libfabric(self, tmp_path):
-        accelerator = cuda.CudaAccelerator(tmp_path)
-        put(tmp_path / "sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
-        assert accelerator.nixl_backends() == ("UCX",)
-        assert accelerator.environment() == {}
-        put(tmp_path / "sys/class/infiniband/rdmap79s0/device/vendor", "0x1d0f\n")
-        assert accelerator.nixl_backends() == ("LIBFABRIC",)
-        assert accelerator.environment() == {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
-
-
-class TestNeuron:
-    def test_without_a_device_file_it_says_so(self, tmp_path):
-        probe = neuron.NeuronAccelerator(tmp_path).probe()
-        assert probe == Probe(False, "no /dev/neuron* device")
-
-    def test_what_sysfs_knows_is_reported(self, tmp_path):
-        for number in (10, 2):
-            put(tmp_path / f"dev/neuron{number}")
-        info = "sys/devices/virtual/neuron_device/neuron2/info/architecture"
-        put(tmp_path / info / "instance_type", "trn2.48xlarge\n")
-        detail = neuron.NeuronAccelerator(tmp_path).probe().detail
-        assert detail == {"devices": "neuron2 neuron10", "instance_type": "trn2.48xlarge"}
-
-    def test_pointer_zero_names_the_variable_to_set(self):
-        with pytest.raises(ConfigError, match="NEURON_RT_MAP_HBM=1"):
-            neuron.NeuronAccelerator().region(FakeTensor("neuron", base=0))
-
-    def test_nxd_inference_tensors_are_taken(self):
-        assert neuron.NeuronAccelerator().memory_type(FakeTensor("privateuseone")) == "VRAM"
-
-    def test_it_never_reorders_and_needs_libfabric(self):
-        accelerator = neuron.NeuronAccelerator()
-        assert not accelerator.can_reorder
-        assert accelerator.nixl_backends() == ("LIBFABRIC",)
-        assert accelerator.environment()["NEURON_RT_MAP_HBM"] == "1"
+        with pytest.raises(ConfigError, match="after its fence"):
+            CpuAccelerator().run_aside(lambda: None, Pending())
 
 
 class Present(CpuAccelerator):

@@ -28,15 +28,19 @@ LAYERS: tuple[frozenset[str], ...] = (
             "config",
             "geometry",
             "layouts",
+            "backends",
+            "tensors",
+            "efa",
             "protocol",
             "commands",
             "accelerator",
             "processes",
+            "tracing",
         }
     ),
     frozenset({"plan", "rendezvous", "transport", "nixl", "tamper", "sidechannel", "memory"}),
     frozenset({"transfer", "engines"}),
-    frozenset({"vllm", "emulation", "router", "bench", "demo", "doctor", "cli", "tiny_model"}),
+    frozenset({"vllm", "emulation", "router", "bench", "demo", "doctor", "cli", "tiny_model", "trace", "top"}),
 )
 # An implementation beside its interface and its test fault; the words that actions and events
 # are written in.
@@ -57,7 +61,7 @@ VENDORS = {"neuron_push_cuda", "neuron_push_neuron"}
 # Rendezvous is a pure function of events and times.
 IMPURE = ENGINE | {"threading", "socket", "time", "zmq", "asyncio", "queue", "random"}
 # The side channel's messages and the settings, nothing that leads to a device.
-ROUTER_MAY = {"router", "protocol", "sidechannel", "config", "errors", "versions"}
+ROUTER_MAY = {"router", "protocol", "sidechannel", "tracing", "config", "errors", "versions"}
 
 
 def sources(folder: Path) -> list[Path]:
@@ -164,7 +168,8 @@ def test_the_router_knows_the_protocol_only():
 @pytest.mark.parametrize("kind", ["cuda", "neuron"])
 def test_an_accelerator_sees_only_its_contract(kind):
     root = ROOT / "accel" / kind
-    allowed = {f"{PACKAGE}.{module}" for module in ("accelerator", "geometry", "errors")}
+    contract = ("accelerator", "backends", "efa", "errors", "geometry", "layouts", "tensors")
+    allowed = {f"{PACKAGE}.{module}" for module in contract}
     wrong = [
         f"{path.relative_to(root)} imports {name}"
         for path in sources(root / f"{PACKAGE}_{kind}")

@@ -1,4 +1,4 @@
-"""CUDA accelerator: KV caches in GPU memory, CUDA events as fences.
+"""CUDA accelerator: KV caches in GPU memory, CUDA events as fences, copies on a side stream.
 
 torch is imported where it is used: this module is loaded on machines without a GPU too, to
 say that there is none.
@@ -7,41 +7,34 @@ say that there is none.
 from __future__ import annotations
 
 import importlib
-import time
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from neuron_push.accelerator import Fence, MemoryType, Probe, Tensor, whole_allocation
+from neuron_push import backends, efa
+from neuron_push.accelerator import (
+    NO_VARIABLES,
+    Fence,
+    MemoryType,
+    Probe,
+    Tensor,
+    still_to_set,
+    whole_allocation,
+)
+from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
+from neuron_push.geometry import Plane
+from neuron_push.layouts import Place, View
+from neuron_push_cuda import segments
+from neuron_push_cuda.fences import EventFence
 
-__all__ = ["CudaAccelerator", "EventFence"]
+__all__ = ["ALLOW_TCP", "CudaAccelerator", "EventFence"]
 
-# How long a waiting thread sleeps between two looks at an event. Far below the milliseconds of
-# a decode step, far above the microsecond that a look costs.
-POLL_S = 50e-6
-# PCI vendor of EFA devices.
-AMAZON = "0x1d0f"
-
-
-class EventFence:
-    """A CUDA event recorded on the stream that was current for the calling thread.
-
-    It is polled and never synchronised with: cudaEventSynchronize cannot be given a deadline.
-    """
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not self.done():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
+# Set to 1 to let KV travel over TCP on a machine that has, or should have, EFA.
+ALLOW_TCP: Final = "NEURON_PUSH_ALLOW_TCP"
+# cudaMalloc aligns to 256 bytes at least, PyTorch's allocator to 512.
+ALIGNMENT: Final = 256
 
 
 class CudaAccelerator:
@@ -52,12 +45,15 @@ class CudaAccelerator:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
+        # The device of the tensors, once one was seen; and the stream that reorders on it.
+        self._device: int | None = None
+        self._side: Any = None
 
     def probe(self) -> Probe:
         devices = self._devices()
         if not devices:
             return Probe(False, "no CUDA device: no /dev/nvidia* device file")
-        detail = {"devices": " ".join(devices), "efa": " ".join(self._efa_devices())}
+        detail = {"devices": " ".join(devices), "efa": " ".join(efa.devices(self._root))}
         try:
             torch = importlib.import_module("torch")
         except (ImportError, OSError) as error:
@@ -73,6 +69,11 @@ class CudaAccelerator:
             return Probe(False, "no CUDA device: PyTorch sees none (CUDA_VISIBLE_DEVICES?)", detail)
         return Probe(True, f"{count} CUDA device(s)", detail)
 
+    def environment(self, present: Mapping[str, str] = NO_VARIABLES) -> dict[str, str]:
+        # EFA's shared-memory path between two processes of one host knows no device memory.
+        needed = {"FI_EFA_ENABLE_SHM_TRANSFER": "0"} if efa.devices(self._root) else {}
+        return still_to_set(needed, present)
+
     def memory_type(self, tensor: Tensor) -> MemoryType:
         _require_cuda(tensor)
         return "VRAM"
@@ -83,7 +84,26 @@ class CudaAccelerator:
 
     def region(self, tensor: Tensor) -> tuple[int, int]:
         _require_cuda(tensor)
-        return whole_allocation(tensor, "the tensor is empty or its memory was released")
+        base, length = whole_allocation(
+            tensor, "the tensor is empty or its memory was released", ALIGNMENT
+        )
+        if segments.holds(importlib.import_module("torch"), base):
+            raise ConfigError(
+                f"the KV cache at {base:#x} lies in an expandable segment of PyTorch's allocator, "
+                "which cannot be registered for RDMA; remove expandable_segments:True from "
+                f"{' and '.join(segments.VARIABLES)}"
+            )
+        self._device = tensor.get_device()
+        return base, length
+
+    def planes(self, tensor: Tensor, attention: Attention, place: Place) -> tuple[Plane, ...]:
+        return backends.arrange(backends.GPU, View.of(tensor), place, attention)
+
+    def enter_thread(self) -> None:
+        # CUDA's current device belongs to a thread, and a new one starts on device 0. NIXL and
+        # the side stream both use the current one.
+        if self._device is not None:
+            importlib.import_module("torch").cuda.set_device(self._device)
 
     def record_fence(self) -> Fence:
         torch = importlib.import_module("torch")
@@ -91,29 +111,47 @@ class CudaAccelerator:
         event.record()
         return EventFence(event)
 
-    def nixl_backends(self) -> tuple[str, ...]:
-        return ("LIBFABRIC",) if self._efa_devices() else ("UCX",)
+    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
+        torch = importlib.import_module("torch")
+        if self._side is None:
+            self._side = torch.cuda.Stream(device=self._device)
+        if isinstance(after, EventFence):
+            self._side.wait_event(after.event)
+        elif not after.done():
+            raise ConfigError("a side stream waits for CUDA events only")
+        # Pages and slabs live as long as the engine, so the allocator need not be told that this
+        # stream uses them.
+        with torch.cuda.stream(self._side):
+            work()
+        event = torch.cuda.Event(enable_timing=False)
+        event.record(self._side)
+        return EventFence(event)
 
-    def environment(self) -> dict[str, str]:
-        # EFA's shared-memory path between two processes of one host knows no device memory.
-        return {"FI_EFA_ENABLE_SHM_TRANSFER": "0"} if self._efa_devices() else {}
+    def nixl_backends(self, wanted: Sequence[str] = ()) -> tuple[str, ...]:
+        seen = efa.devices(self._root)
+        chosen = tuple(wanted) or (("LIBFABRIC",) if seen else ("UCX",))
+        expected = bool(seen) or efa.should_have_efa(self._root)
+        if not expected or chosen == ("LIBFABRIC",) or os.environ.get(ALLOW_TCP) == "1":
+            return chosen
+        state = (
+            f"{len(seen)} EFA devices are here"
+            if seen
+            else f"a {efa.instance_type(self._root)} has EFA, but no device of it is visible; ask "
+            "for vpc.amazonaws.com/efa in the pod, or launch with EFA interfaces"
+        )
+        raise ConfigError(
+            f"{state}, but NIXL would use {'/'.join(chosen)}, which is TCP on this machine and a "
+            f"hundred times slower; use LIBFABRIC alone, or set {ALLOW_TCP}=1 to accept that"
+        )
+
+    def nixl_parameters(self, backend: str) -> dict[str, str]:
+        return {}
 
     def _devices(self) -> list[str]:
         return sorted(path.name for path in (self._root / "dev").glob("nvidia[0-9]*"))
-
-    def _efa_devices(self) -> list[str]:
-        vendors = (self._root / "sys/class/infiniband").glob("*/device/vendor")
-        return sorted(path.parts[-3] for path in vendors if _read(path) == AMAZON)
 
 
 def _require_cuda(tensor: Tensor) -> None:
     kind = tensor.device.type
     if kind != "cuda":
         raise ConfigError(f"the accelerator in use is 'cuda', but the KV cache is on {kind!r}")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -1,27 +1,45 @@
 """Trainium accelerator: KV caches in Neuron device memory, reached by RDMA over EFA.
 
-No Neuron library is imported or initialised here; the engine does that, and only afterwards may
-a NIXL agent be created (it decides at creation whether it can register device memory).
+No Neuron framework is imported or initialised here; the engine does that, and only afterwards may
+a NIXL agent be created (libfabric decides then, once per process, whether it can register device
+memory).
+
+Two stacks, told apart by torch's device name:
+
+neuron          vLLM Neuron: vLLM owns the caches, one process per logical core. Supported.
+privateuseone   NxD Inference: one process for all ranks. Its memory is described (`nxd`).
 """
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
+from neuron_push import backends, efa
 from neuron_push.accelerator import (
+    NO_VARIABLES,
     DoneFence,
     Fence,
     MemoryType,
     Probe,
     Tensor,
+    still_to_set,
     whole_allocation,
 )
+from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
+from neuron_push.geometry import Plane
+from neuron_push.layouts import Place, View
+from neuron_push_neuron import libnrt, memory, staging
 
 __all__ = ["NeuronAccelerator"]
 
-# torch's device names: native PyTorch for Neuron, and NxD Inference's.
-DEVICE_TYPES = ("neuron", "privateuseone")
+MAP_HBM: Final = "set NEURON_RT_MAP_HBM=1 before the Neuron runtime starts in this process"
+
+logger = logging.getLogger(__name__)
 
 
 class NeuronAccelerator:
@@ -31,35 +49,74 @@ class NeuronAccelerator:
     # A compiled graph owns the cores, and eager strided copies are refused.
     can_reorder = False
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    def __init__(
+        self, root: Path = Path("/"), load: Callable[[], libnrt.Loaded] = libnrt.load
+    ) -> None:
         self._root = root
+        self._load = load
+        # Addresses of allocations seen, which exist only once the runtime is initialised.
+        self._bases: list[int] = []
 
     def probe(self) -> Probe:
         devices = self._devices()
         if not devices:
             return Probe(False, "no /dev/neuron* device")
-        detail = {"devices": " ".join(devices)}
+        detail = {"devices": " ".join(devices), "efa": " ".join(efa.devices(self._root))}
         info = self._root / "sys/devices/virtual/neuron_device" / devices[0] / "info/architecture"
         # A container may have the device file without sysfs: the names are then left out.
         for key in ("arch_type", "device_name", "instance_type"):
-            if value := _read(info / key):
+            if value := efa.read(info / key):
                 detail[key] = value
         return Probe(True, f"{len(devices)} Neuron device(s)", detail)
 
+    def environment(self, present: Mapping[str, str] = NO_VARIABLES) -> dict[str, str]:
+        # The first: EFA's shared-memory path between two processes of one host knows no device
+        # memory. The second: without it tensors have no address that can be registered.
+        needed = {"FI_EFA_ENABLE_SHM_TRANSFER": "0", "NEURON_RT_MAP_HBM": "1"}
+        return still_to_set(needed, present)
+
     def memory_type(self, tensor: Tensor) -> MemoryType:
-        _require_neuron(tensor)
+        self._require_neuron(tensor)
         return "VRAM"
 
     def device_id(self, tensor: Tensor) -> int:
-        _require_neuron(tensor)
+        self._require_neuron(tensor)
         # NIXL carries the number but finds the rail from the address; -1 is a legal answer here
         # and an illegal descriptor there.
         return max(tensor.get_device(), 0)
 
     def region(self, tensor: Tensor) -> tuple[int, int]:
-        _require_neuron(tensor)
-        return whole_allocation(
-            tensor, "set NEURON_RT_MAP_HBM=1 before the Neuron runtime starts in this process"
+        self._require_neuron(tensor)
+        base, length = whole_allocation(tensor, MAP_HBM, memory.PAGE)
+        memory.require_mapped(self._root, base, length)
+        self._bases.append(base)
+        return base, length
+
+    def planes(self, tensor: Tensor, attention: Attention, place: Place) -> tuple[Plane, ...]:
+        return backends.arrange(backends.NEURON, View.of(tensor), place, attention)
+
+    def enter_thread(self) -> None:
+        """Check that the runtime is up, and make its library known by its short name.
+
+        Tensors with an address prove that the runtime is up. NIXL and libfabric look for
+        libnrt.so.1 on the loader's path only; loaded from here, they find it in the process.
+        """
+        if not self._bases:
+            raise ConfigError(
+                "a NIXL agent created before the Neuron runtime has allocated the KV cache would "
+                "take device memory for host memory: register the caches first"
+            )
+        loaded = self._load()
+        if loaded.library is None:
+            raise ConfigError(
+                f"libnrt.so.1 does not load, so libfabric cannot register Neuron memory: "
+                f"{loaded.error}"
+            )
+        rail = libnrt.Runtime(loaded.library).attached_efa(self._bases[0])
+        logger.info(
+            "Neuron runtime library %s; EFA device of the KV cache: %s",
+            "loaded by its full path" if loaded.by_path else "on the loader's path",
+            rail or "unknown to this runtime, so NIXL uses all rails",
         )
 
     def record_fence(self) -> Fence:
@@ -70,28 +127,39 @@ class NeuronAccelerator:
         """
         return DoneFence()
 
-    def nixl_backends(self) -> tuple[str, ...]:
-        # The only backend that registers Neuron memory.
-        return ("LIBFABRIC",)
+    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
+        raise ConfigError(
+            "Trainium does not reorder pages: a compiled graph owns its cores, and eager strided "
+            "copies are refused; the peer has to"
+        )
 
-    def environment(self) -> dict[str, str]:
-        # The first: EFA's shared-memory path between two processes of one host knows no device
-        # memory. The second: without it tensors have no address that can be registered.
-        return {"FI_EFA_ENABLE_SHM_TRANSFER": "0", "NEURON_RT_MAP_HBM": "1"}
+    def nixl_backends(self, wanted: Sequence[str] = ()) -> tuple[str, ...]:
+        chosen = tuple(wanted) or ("LIBFABRIC",)
+        if chosen != ("LIBFABRIC",):
+            raise ConfigError(
+                f"{'/'.join(chosen)} cannot register Neuron memory: LIBFABRIC is the only backend "
+                "that can, and must be the only one"
+            )
+        if not efa.devices(self._root):
+            kind = efa.instance_type(self._root) or "this machine"
+            staged = staging.wanted(os.environ)
+            raise ConfigError(
+                f"{kind} shows no EFA device, and Neuron memory can be registered over EFA only; "
+                "attach EFA interfaces (in a pod: vpc.amazonaws.com/efa)"
+                + (f"; {staging.HOST_STAGING} does not reach the engine yet" if staged else "")
+            )
+        return chosen
+
+    def nixl_parameters(self, backend: str) -> dict[str, str]:
+        return {}
 
     def _devices(self) -> list[str]:
         paths = (self._root / "dev").glob("neuron[0-9]*")
         return sorted((path.name for path in paths), key=lambda name: (len(name), name))
 
-
-def _require_neuron(tensor: Tensor) -> None:
-    kind = tensor.device.type
-    if kind not in DEVICE_TYPES:
+    def _require_neuron(self, tensor: Tensor) -> None:
+        kind = tensor.device.type
+        # The second is the name of whatever backend a process has loaded; the device file tells.
+        if kind == "neuron" or (kind == "privateuseone" and self._devices()):
+            return
         raise ConfigError(f"the accelerator in use is 'neuron', but the KV cache is on {kind!r}")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

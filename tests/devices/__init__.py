@@ -1,0 +1,1 @@
+"""Fakes of devices, built from documented behaviour. Each refuses what its document refuses."""

@@ -1,0 +1,245 @@
+"""The Trainium accelerator on fakes of device files, of tensors and of libnrt."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from neuron_push.accelerator import Probe
+from neuron_push.backends import Attention
+from neuron_push.errors import ConfigError
+from neuron_push.geometry import GeometryError
+from neuron_push.layouts import Place
+from tests.devices import machine, nrt
+from tests.devices.tensors import FakeTensor, HostBytes, NeuronBytes
+
+neuron = pytest.importorskip("neuron_push_neuron")
+libnrt = pytest.importorskip("neuron_push_neuron.libnrt")
+staging = pytest.importorskip("neuron_push_neuron.staging")
+
+
+def accelerator(root, **ranges):
+    loaded = libnrt.Loaded(nrt.FakeNrt({(0x10000, 4096): "0000:81:00.0"}), True, "")
+    return neuron.NeuronAccelerator(root, lambda: loaded)
+
+
+class TestProbe:
+    def test_without_a_device_file_it_says_so(self, tmp_path):
+        probe = neuron.NeuronAccelerator(tmp_path).probe()
+        assert probe == Probe(False, "no /dev/neuron* device")
+
+    def test_what_sysfs_knows_is_reported(self, tmp_path):
+        for number in (10, 2):
+            machine.put(tmp_path / f"dev/neuron{number}")
+        machine.efa(tmp_path, 2)
+        info = "sys/devices/virtual/neuron_device/neuron2/info/architecture"
+        machine.put(tmp_path / info / "instance_type", "trn2.48xlarge\n")
+        detail = neuron.NeuronAccelerator(tmp_path).probe().detail
+        assert detail == {
+            "devices": "neuron2 neuron10",
+            "efa": "rdmap0s0 rdmap1s0",
+            "instance_type": "trn2.48xlarge",
+        }
+
+
+class TestMemory:
+    def test_pointer_zero_names_the_variable_to_set(self, tmp_path):
+        with pytest.raises(ConfigError, match="NEURON_RT_MAP_HBM=1"):
+            accelerator(tmp_path).region(FakeTensor("neuron", base=0))
+
+    def test_memory_that_is_not_mapped_is_refused(self, tmp_path):
+        machine.maps(tmp_path, (0x1000, 0x2000), (0x20000, 0x30000))
+        with pytest.raises(ConfigError, match=r"it is not mapped.*NEURON_RT_MAP_HBM"):
+            accelerator(tmp_path).region(FakeTensor("neuron"))
+
+    def test_memory_that_is_mapped_in_part_is_refused(self, tmp_path):
+        machine.maps(tmp_path, (0x10000, 0x10800))
+        with pytest.raises(ConfigError, match="only 2048 bytes are mapped"):
+            accelerator(tmp_path).region(FakeTensor("neuron"))
+
+    def test_mappings_that_touch_hold_an_allocation(self, tmp_path):
+        machine.maps(tmp_path, (0xF000, 0x10800), (0x10800, 0x20000))
+        assert accelerator(tmp_path).region(FakeTensor("neuron")) == (0x10000, 4096)
+
+    def test_tensors_of_both_stacks_are_taken(self, tmp_path):
+        found = accelerator(machine.trn2(tmp_path))
+        assert found.memory_type(FakeTensor("neuron")) == "VRAM"
+        assert found.memory_type(FakeTensor("privateuseone")) == "VRAM"
+
+    def test_somebody_elses_private_device_is_refused(self, tmp_path):
+        with pytest.raises(ConfigError, match="'privateuseone'"):
+            accelerator(tmp_path).memory_type(FakeTensor("privateuseone"))
+
+
+class TestPlanes:
+    def test_k_and_v_are_halves_of_one_allocation(self, tmp_path):
+        tensor = FakeTensor("neuron", shape=(2, 4, 2, 16, 8), size=4096)
+        key, value = accelerator(tmp_path).planes(tensor, Attention("CUSTOM"), Place(0, 0, 0x10000))
+        assert (key.offset, value.offset) == (0, 2048)
+        assert (key.page, key.head, key.token, key.channel) == (512, 256, 16, 2)
+
+    def test_packed_keys_are_whole_pages_and_values_are_not(self, tmp_path):
+        tensor = FakeTensor("neuron", shape=(2, 4, 2, 16, 8), element=1, size=2048)
+        attention = Attention("CUSTOM", packed_keys=True)
+        key, value = accelerator(tmp_path).planes(tensor, attention, Place(0, 0, 0x10000))
+        assert key.interior.startswith("neuron:fp8_packed:k:16x8")
+        assert (key.page_bytes, key.head) == (128, 128)
+        assert value.interior == ""
+
+    def test_packed_keys_need_an_even_number_of_tokens(self, tmp_path):
+        tensor = FakeTensor("neuron", shape=(2, 4, 2, 15, 8), element=1)
+        with pytest.raises(GeometryError, match="token pairs"):
+            accelerator(tmp_path).planes(
+                tensor, Attention("CUSTOM", packed_keys=True), Place(0, 0, 0x10000)
+            )
+
+
+class TestThread:
+    def test_an_agent_before_the_runtime_is_refused(self, tmp_path):
+        with pytest.raises(ConfigError, match="created before the Neuron runtime"):
+            accelerator(tmp_path).enter_thread()
+
+    def test_a_missing_library_is_refused_with_the_loaders_words(self, tmp_path):
+        dlopen = nrt.loader(installed=False)
+        found = neuron.NeuronAccelerator(tmp_path, lambda: libnrt.load(dlopen))
+        found.region(FakeTensor("neuron"))
+        with pytest.raises(ConfigError, match=r"libnrt.so.1 does not load.*cannot open"):
+            found.enter_thread()
+
+    def test_the_rail_of_the_cache_is_logged(self, tmp_path, caplog):
+        found = accelerator(tmp_path)
+        found.region(FakeTensor("neuron"))
+        with caplog.at_level(logging.INFO):
+            found.enter_thread()
+        assert "by its full path" in caplog.text
+        assert "0000:81:00.0" in caplog.text
+
+    def test_a_fence_is_done_at_once(self):
+        assert neuron.NeuronAccelerator().record_fence().done()
+
+
+class TestLibrary:
+    def test_the_loaders_path_comes_first(self):
+        assert libnrt.load(nrt.loader(path_has_it=True)).by_path is False
+
+    def test_the_installed_path_is_the_second_choice(self):
+        loaded = libnrt.load(nrt.loader())
+        assert loaded.by_path and "cannot open" in loaded.error
+
+    def test_it_asks_without_initialising(self):
+        runtime = libnrt.Runtime(nrt.FakeNrt({(0x1000, 0x1000): "0000:81:00.0"}, cores=64))
+        assert runtime.cores() == 64
+        assert runtime.attached_efa(0x1800) == "0000:81:00.0"
+        assert runtime.attached_efa(0x9000) is None
+
+    def test_an_old_runtime_cannot_tell_the_rail(self):
+        assert libnrt.Runtime(nrt.OldNrt()).attached_efa(0x1000) is None
+
+    @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+    def test_a_library_loaded_by_its_path_is_then_found_by_its_name(self, tmp_path):
+        """What `enter_thread` relies on, with the real loader and a library of that name."""
+        source = tmp_path / "nrt.c"
+        source.write_text("int nrt_get_total_nc_count(unsigned *n) { *n = 8; return 0; }\n")
+        library = tmp_path / libnrt.NAME
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", f"-Wl,-soname,{libnrt.NAME}", "-o", library, source],
+            check=True,
+        )
+        code = f"""
+import ctypes
+try:
+    ctypes.CDLL("{libnrt.NAME}")
+    raise SystemExit("found before it was loaded")
+except OSError:
+    pass
+ctypes.CDLL("{library}")
+count = ctypes.c_uint32()
+ctypes.CDLL("{libnrt.NAME}").nrt_get_total_nc_count(ctypes.byref(count))
+print(count.value)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, "8"), done.stderr
+
+    def test_loading_uses_the_real_loader_by_default(self):
+        assert libnrt.load.__defaults__ == (ctypes.CDLL,)
+
+
+class TestBackends:
+    def test_only_libfabric_over_efa(self, tmp_path):
+        found = accelerator(machine.trn2(tmp_path))
+        assert found.nixl_backends() == ("LIBFABRIC",)
+        for wanted in [("UCX",), ("UCX", "LIBFABRIC")]:
+            with pytest.raises(ConfigError, match="cannot register Neuron memory"):
+                found.nixl_backends(wanted)
+
+    def test_a_machine_without_efa_is_refused(self, tmp_path):
+        machine.trn2(tmp_path, 1, 0)
+        machine.instance(tmp_path, "trn2.3xlarge")
+        with pytest.raises(ConfigError, match=r"trn2.3xlarge shows no EFA device"):
+            accelerator(tmp_path).nixl_backends()
+
+
+class TestStaging:
+    @pytest.fixture
+    def pages(self):
+        return bytearray(range(64)), bytearray(64)
+
+    def slab(self, pages, size=32):
+        memory = bytearray(size)
+        views = [NeuronBytes(memoryview(page)) for page in pages]
+        return memory, staging.Slab(HostBytes(memoryview(memory)), views)
+
+    def test_it_is_off_unless_chosen(self):
+        assert not staging.wanted({})
+        assert not staging.wanted({staging.HOST_STAGING: "0"})
+        assert staging.wanted({staging.HOST_STAGING: "1"})
+
+    def test_it_says_so_loudly(self, pages, caplog):
+        self.slab(pages)
+        assert "staged through" in caplog.text
+
+    def test_ranges_travel_through_the_slab(self, pages):
+        memory, slab = self.slab(pages)
+        ranges = [staging.Range(0, 8, 4), staging.Range(0, 40, 6)]
+        assert slab.take(ranges) == 10
+        assert bytes(memory[:10]) == bytes([8, 9, 10, 11, 40, 41, 42, 43, 44, 45])
+        assert slab.give([staging.Range(1, 2, 10)]) == 10
+        assert bytes(pages[1][2:12]) == bytes(memory[:10])
+        assert not any(pages[1][12:])
+
+    @pytest.mark.parametrize(
+        "bad",
+        [(0, 60, 8), (2, 0, 1), (-1, 0, 1), (0, -1, 2), (0, 0, 0)],
+    )
+    def test_what_lies_outside_is_refused_before_anything_moves(self, pages, bad):
+        memory, slab = self.slab(pages)
+        with pytest.raises(ConfigError, match="outside the registered"):
+            slab.take([staging.Range(0, 1, 4), staging.Range(*bad)])
+        assert not any(memory)
+
+    def test_more_than_the_slab_is_refused(self, pages):
+        with pytest.raises(ConfigError, match="do not fit"):
+            self.slab(pages)[1].take([staging.Range(0, 0, 33)])
+
+    def test_a_slab_on_the_device_or_of_wide_elements_is_refused(self, pages):
+        view = NeuronBytes(memoryview(pages[0]))
+        with pytest.raises(ConfigError, match="lies in host memory"):
+            staging.Slab(view, [view])
+        with pytest.raises(ConfigError, match="flat byte views"):
+            staging.Slab(HostBytes(memoryview(bytearray(8))), [view.strided(2)])
+
+    def test_the_fake_refuses_what_neuron_refuses(self, pages):
+        one, other = (NeuronBytes(memoryview(page)) for page in pages)
+        with pytest.raises(RuntimeError, match="status=2"):
+            one.copy_(other)
+        with pytest.raises(RuntimeError, match="strided"):
+            one.strided(2).copy_(HostBytes(memoryview(bytearray(64))))
+        with pytest.raises(RuntimeError, match="sizes differ"):
+            one.copy_(HostBytes(memoryview(bytearray(8))))
