@@ -84,7 +84,8 @@ def test_side_channel_messages_survive_the_wire(message):
 
 
 SIMPLE = sorted(
-    set(protocol.SideChannelMessage.__args__) - set(map(type, SIDE_CHANNEL)), key=lambda k: k.__name__
+    set(protocol.SideChannelMessage.__args__) - set(map(type, SIDE_CHANNEL)),
+    key=lambda kind: kind.__name__,
 )
 
 

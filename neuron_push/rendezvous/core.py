@@ -198,7 +198,7 @@ class Core:
             self._lose(old, "it greeted again", now)
         link = Link(
             self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
-            hello.metadata, hello.geometry, context.generation, heard=now,
+            hello.metadata, hello.geometry, context.generation, heard=now, spoke=now,
             hello=hello.link, plan=plan, sharers=hello.sharers,
         )  # fmt: skip
         self.links.add(link)
@@ -244,7 +244,7 @@ class Core:
     def _notified(self, event: Notified, now: float) -> None:
         kind, links = type(event.message), self.links.find(event.agent)
         for link in links:
-            link.heard = now
+            link.heard = link.spoke = now
         sender = SENDERS.get(kind) or getattr(event.message, "by", None)
         meant = [link for link in links if sender in (None, link.peer)]
         for link in meant:

@@ -103,7 +103,8 @@ class Link:
     metadata: bytes
     geometry: Geometry
     generation: int  # the generation of ours that we use towards it
-    heard: float
+    heard: float  # for the measure of silence, which counts only while a transfer waits
+    spoke: float  # when a message came in
     hello: int = 0  # number of the hello that opened it, drawn by the decode rank
     plan: PairPlan | None = None  # for decode peers: how our pages map to theirs
     sharers: int = 1

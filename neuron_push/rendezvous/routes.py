@@ -65,17 +65,20 @@ class Routes:
         if route is None:
             route = self._routes[address] = Route(address, now)
             self._context.act(FindEngine(address))
+        elif route.ready and (self._idle(route, now) or (engine and route.engine != engine)):
+            # It may have been restarted, unnoticed by this route: ask again who is there. Links
+            # to ranks that are still the same are used on.
+            route = self._routes[address] = Route(address, now)
+            self._context.act(FindEngine(address))
         if not route.ready:
             route.waiting.append(attempt)
             return None
-        if engine and route.engine != engine:
-            # The router may know of a restart that this route has not noticed yet.
-            del self._routes[address]
-            fresh = self._routes[address] = Route(address, now, waiting=[attempt])
-            fresh.links = []
-            self._context.act(FindEngine(address))
-            return None
         return [attempt], route.links
+
+    def _idle(self, route: Route, now: float) -> bool:
+        """Whether some rank has not been heard for so long that nobody knows if it lives."""
+        silence = self._context.config.silence
+        return any(not link.sessions and now - link.spoke > silence for link in route.links)
 
     def engine_at(self, address: Address) -> str:
         """The engine id found at an address, or "" if that is not known."""
@@ -148,7 +151,7 @@ class Routes:
         agent = AgentName(answer.agent)
         opened = Link(
             link, "prefill", answer.engine, answer.rank, answer.incarnation, agent,
-            answer.metadata, greeting.peer.geometry, context.generation, heard=now,
+            answer.metadata, greeting.peer.geometry, context.generation, heard=now, spoke=now,
             hello=link,
         )  # fmt: skip
         self._links.add(opened)

@@ -39,7 +39,7 @@ PROFILES = {
         Faults(reorder=True, slow=0.15, write_slow=0.4), requests=80, false_deaths=12
     ),
     "a healthy peer during rotations": Profile(
-        Faults(write_slow=0.25), prefills=(ONE, ONE), requests=30, false_deaths=6, spared="P1"
+        Faults(write_slow=0.15), prefills=(ONE, ONE), requests=30, false_deaths=6, spared="P1"
     ),
     "malice": Profile(malice=200, spared="P0"),
     "two addresses of one engine": Profile(LOSSY, aliases=0.5, false_deaths=1),
@@ -48,7 +48,7 @@ PROFILES = {
     "chaos, many engines": replace(CHAOS, prefills=(ONE, ONE), decodes=(ONE, ONE), requests=30),
     "chaos, both ways": replace(CHAOS, both=True, requests=30),
     "rotations, both ways": Profile(
-        Faults(write_slow=0.2), both=True, prefills=(ONE, ONE), decodes=(ONE,), requests=40,
+        Faults(write_slow=0.15), both=True, prefills=(ONE, ONE), decodes=(ONE,), requests=40,
         false_deaths=6, spared="P1"
     ),
     "chaos, TP 2 to 1": replace(CHAOS, prefills=(TWO,), decodes=(ONE,)),
