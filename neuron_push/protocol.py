@@ -312,7 +312,19 @@ class Moved(_Message, frozen=True):
 
 
 SideChannelMessage = (
-    Who | EngineInfo | Announce | Announced | Hello | Welcome | Why | Because | Refusal
+    Who
+    | EngineInfo
+    | Announce
+    | Announced
+    | Hello
+    | Welcome
+    | Why
+    | Because
+    | Events
+    | EventBatch
+    | Holds
+    | Held
+    | Refusal
 )
 Notification = (
     Register | Registered | Soon | Done | Failed | Cancel | Cancelled | Alive | Move | Moved

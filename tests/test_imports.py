@@ -40,7 +40,20 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"plan", "rendezvous", "transport", "nixl", "tamper", "sidechannel", "memory"}),
     frozenset({"transfer", "engines"}),
-    frozenset({"vllm", "emulation", "router", "bench", "demo", "doctor", "cli", "tiny_model", "trace", "top"}),
+    frozenset(
+        {
+            "vllm",
+            "emulation",
+            "router",
+            "bench",
+            "demo",
+            "doctor",
+            "cli",
+            "tiny_model",
+            "trace",
+            "top",
+        }
+    ),
 )
 # An implementation beside its interface and its test fault; the words that actions and events
 # are written in.

@@ -66,7 +66,9 @@ def request_id(offered: str | None) -> str:
     return uuid.uuid4().hex
 
 
-def prefill_body(body: Mapping[str, Any], chat: bool, transfer_id: str) -> bytes:
+def prefill_body(
+    body: Mapping[str, Any], chat: bool, transfer_id: str, deadline: float | None = None
+) -> bytes:
     """The leg that computes the prompt and one token, and pushes."""
     leg = {name: value for name, value in body.items() if name not in OUTPUT_ONLY}
     leg["max_tokens"] = 1
@@ -83,6 +85,7 @@ def prefill_body(body: Mapping[str, Any], chat: bool, transfer_id: str) -> bytes
         "remote_port": None,
         "transfer_id": transfer_id,
     }
+    leg["kv_transfer_params"] |= _budget(deadline)
     return msgspec.json.encode(leg)
 
 
@@ -110,10 +113,48 @@ def decode_body(
         "remote_request_id": request,
         "transfer_id": transfer_id,
     }
-    if deadline is not None:
-        params["deadline_ms"] = max(1, round(deadline * 1000))
-    leg["kv_transfer_params"] = params
+    leg["kv_transfer_params"] = params | _budget(deadline)
     return msgspec.json.encode(leg)
+
+
+def pull_body(
+    body: Mapping[str, Any], params: Mapping[str, Any], deadline: float | None = None
+) -> bytes:
+    """The leg that READs a prompt's KV from where the prefill engine's answer says it is."""
+    return msgspec.json.encode({**body, "kv_transfer_params": {**params, **_budget(deadline)}})
+
+
+def local_body(body: Mapping[str, Any]) -> bytes:
+    """A request that one engine serves alone."""
+    return msgspec.json.encode(body)
+
+
+def canary_body(model: str, prompt: str) -> Body:
+    """The shortest request that needs a transfer."""
+    return {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": False}
+
+
+def _budget(deadline: float | None) -> Body:
+    return {} if deadline is None else {"deadline_ms": max(1, round(deadline * 1000))}
+
+
+def coordinates(raw: bytes) -> Body | None:
+    """Where a prefill engine says that a prompt's KV can be read; None if it does not say."""
+    try:
+        params = msgspec.json.decode(raw).get("kv_transfer_params")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
+        return None
+    return params if isinstance(params, dict) and params.get("remote_block_ids") else None
+
+
+def first_token(raw: bytes) -> bool:
+    """Whether an answer carries a token: what a canary is sent for."""
+    try:
+        choices = msgspec.json.decode(raw).get("choices")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
+        return False
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(choice, dict) and choice.get("finish_reason") in ("length", "stop")
 
 
 def error_body(status: int, message: str, kind: str, **details: Any) -> bytes:

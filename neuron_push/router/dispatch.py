@@ -1,9 +1,10 @@
-"""One request, two legs, one outcome.
+"""One request, its legs, one outcome.
 
-Both legs leave at once. Until the first byte of the decode leg's answer nothing goes to the
-client, so a failure of either leg can still become one clear error. Whatever ends the request
-- a failed leg, the client leaving, a bug here - ends the other leg by closing its connection,
-which is how an engine learns that a request was given up.
+Until the first byte of the decode leg's answer nothing goes to the client, so a failure of
+either leg can still become one clear error, or another attempt on other engines under another
+transfer id. Whatever ends the request - a failed leg, the client leaving, a deadline, a bug
+here - ends the other leg by closing its connection, which is how an engine learns that a
+request was given up.
 """
 
 from __future__ import annotations
@@ -11,194 +12,262 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from aiohttp import web
 
-from neuron_push.router import bodies
-from neuron_push.router.engines import Engine, Fleet, Pair
+from neuron_push.router.drains import Drains
+from neuron_push.router.engines import Engine, Mode
+from neuron_push.router.fleet import Fleet, NoPair, NoRoom
+from neuron_push.router.flights import SHOWN, Flight, Flights, Route
 from neuron_push.router.legs import Answer, LegFailed, Legs
 from neuron_push.router.metrics import Metrics
+from neuron_push.router.modes import Modes, Opened, Prefill
+from neuron_push.router.relay import CutShort, relay
 from neuron_push.router.watch import Watch
 
 log = logging.getLogger(__name__)
 
-MODE_HEADER: Final = "x-neuron-push-mode"
-# What travels on from the client. The rest is either about its own connection or would steer
-# the engine (data-parallel rank, session affinity).
-FORWARDED: Final = ("Authorization", "traceparent", "tracestate", "baggage")
-# What travels back from the decode engine.
-RETURNED: Final = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control")
 # How long a prefill leg may go on after its request has been answered. A decode engine that
 # held the whole prompt answers first; prefill then still warms its own cache.
 LINGER: Final = 10.0
+# How often the first in the queue looks for room: engines answer in their own time.
+LOOK: Final = 0.02
 
 
 @dataclass(frozen=True)
-class Dispatch:
-    """One attempt to serve a request: its legs' engines and what is sent to each."""
+class Rules:
+    """How requests are served."""
 
-    pair: Pair
-    path: str
-    request: str
-    headers: dict[str, str]
-    prefill_body: bytes
-    decode_body: bytes
-    started: float
-
-    @classmethod
-    def make(
-        cls, pair: Pair, request: web.Request, body: bodies.Body, kv_deadline: float | None
-    ) -> Dispatch:
-        """A dispatch under a transfer id of its own."""
-        info = pair.prefill.info
-        assert info is not None, "a usable pair has answered"
-        transfer = bodies.new_transfer_id()
-        name = bodies.request_id(request.headers.get("X-Request-Id"))
-        headers = {key: request.headers[key] for key in FORWARDED if key in request.headers}
-        headers |= {"X-Request-Id": name, "Content-Type": "application/json"}
-        chat = request.path.endswith("/chat/completions")
-        return cls(
-            pair=pair,
-            path=request.path,
-            request=name,
-            headers=headers,
-            prefill_body=bodies.prefill_body(body, chat, transfer),
-            decode_body=bodies.decode_body(
-                body, info, pair.prefill.place.side, name, transfer, kv_deadline
-            ),
-            started=time.monotonic(),
-        )
-
-    @property
-    def prefill_headers(self) -> dict[str, str]:
-        """The identity asked for is that of one data-parallel rank: prefill must run there."""
-        info = self.pair.prefill.info
-        rank = info.data_rank if info else 0
-        return {**self.headers, "X-data-parallel-rank": str(rank)}
+    mode: Mode = "push"
+    # "prefer": a decode engine serves alone when no pair is usable, and the answer says so.
+    disaggregation: Literal["require", "prefer"] = "require"
+    # Prompts of fewer tokens than this are served by a decode engine alone, under "prefer".
+    local_below: int = 0
+    # More attempts after the first, each on other engines if there are any.
+    retries: int = 1
+    # Seconds that a request waits for free KV blocks before it is turned away.
+    room: float = 30.0
 
 
-class CutShort(Exception):
-    """An answer had begun and did not reach its end; the client's connection is closed.
-
-    `response` is what was begun, for the server to account for.
-    """
-
-    def __init__(self, outcome: str, response: web.StreamResponse) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
-        self.response = response
+class Late(Exception):
+    """The request's deadline passed before its first byte."""
 
 
 class Dispatcher:
     """Serves completions through pairs of engines."""
 
-    def __init__(self, fleet: Fleet, legs: Legs, watch: Watch, metrics: Metrics) -> None:
+    def __init__(
+        self, fleet: Fleet, legs: Legs, watch: Watch, metrics: Metrics, flights: Flights,
+        drains: Drains, rules: Rules,
+    ) -> None:  # fmt: skip
         self._fleet = fleet
-        self._legs = legs
         self._watch = watch
         self._metrics = metrics
+        self._flights = flights
+        self._drains = drains
+        self._rules = rules
+        self.modes = Modes(fleet, legs, flights, self.note)
+        # First come, first served, where several wait for free KV blocks.
+        self._queue = asyncio.Lock()
         # Prefill legs that outlived their request; also keeps them from being collected.
-        self._lingering: set[asyncio.Task[None]] = set()
+        self._lingering: set[Prefill] = set()
+        # When a pair last served a request, on the monotonic clock.
+        self.last_worked = float("-inf")
 
-    async def serve(self, request: web.Request, body: bodies.Body) -> web.StreamResponse:
+    async def serve(self, request: web.Request, flight: Flight) -> web.StreamResponse:
         """Answer one completion request.
 
-        Raises NoPair, or LegFailed of the leg to blame, while nothing was sent to the client.
+        Raises NoPair, Late, or LegFailed of the leg to blame, while nothing was sent to the
+        client; CutShort afterwards.
         """
-        dispatch = Dispatch.make(self._fleet.choose(), request, body, self._legs.limits.kv)
-        prefill = self._start_prefill(dispatch)
-        try:
-            with _counted(dispatch.pair.decode):
-                answer = await self._first_bytes(dispatch, prefill)
-                try:
-                    response = await self._relay(dispatch, request, answer)
-                finally:
-                    answer.close()
-        except LegFailed as failure:
-            raise self._blame(failure, prefill) from failure.__cause__
-        except BaseException:
-            prefill.cancel()
-            raise
-        self._let_linger(prefill)
-        return response
+        while True:
+            try:
+                return await self._attempt(request, flight)
+            except LegFailed as failure:
+                if not self._may_retry(flight, failure):
+                    raise
+                flight.job.excluded |= {failure.engine}
+                self._metrics.retries.labels(failure.leg).inc()
+                self._flights.mark(flight, "retried", str(failure))
 
     async def close(self) -> None:
         """End the prefill legs that are still running."""
         for task in self._lingering:
             task.cancel()
         await asyncio.gather(*self._lingering, return_exceptions=True)
+        await self._drains.close()
 
-    def _start_prefill(self, dispatch: Dispatch) -> asyncio.Task[None]:
-        engine = dispatch.pair.prefill
-        leg = self._legs.prefill(
-            engine, dispatch.path, dispatch.prefill_headers, dispatch.prefill_body
-        )
-        task = asyncio.create_task(leg)
-        # Counted from here, not from the task's first step, for choices made in between.
-        engine.in_flight += 1
-        task.add_done_callback(lambda _: self._prefill_ended(engine, task))
-        return task
+    def _may_retry(self, flight: Flight, failure: LegFailed) -> bool:
+        if failure.clients_fault or flight.attempts > self._rules.retries:
+            return False
+        return flight.deadline is None or time.monotonic() < flight.deadline
 
-    def _prefill_ended(self, engine: Engine, task: asyncio.Task[None]) -> None:
-        engine.in_flight -= 1
-        if not task.cancelled() and (error := task.exception()):
-            self._note(error)
+    # ------------------------------------------------------------------ choice
 
-    async def _first_bytes(self, dispatch: Dispatch, prefill: asyncio.Task[None]) -> Answer:
-        """The decode leg's answer, or LegFailed of whichever leg fails before it begins."""
-        leg = self._legs.decode(
-            dispatch.pair.decode, dispatch.path, dispatch.headers, dispatch.decode_body
-        )
-        opening = asyncio.create_task(leg)
+    async def _choose(self, flight: Flight) -> Route:
+        """A route, once a decode engine has room; raises NoPair or NoRoom."""
+        if not self._queue.locked():
+            with suppress(NoRoom):
+                return self._route(flight)
+        limit = flight.budget(self._rules.room)
+        reason = NoRoom(f"no decode engine had KV blocks free within {limit:.3g} s")
+        self._metrics.waiting.inc()
         try:
-            await asyncio.wait({opening, prefill}, return_when=asyncio.FIRST_COMPLETED)
-            if prefill.done():
-                prefill.result()
-            answer = await opening
-        except BaseException:
-            opening.add_done_callback(_close_unused)
-            opening.cancel()
+            async with asyncio.timeout(limit), self._queue:
+                while True:
+                    try:
+                        return self._route(flight)
+                    except NoRoom as error:
+                        reason = error
+                    await asyncio.sleep(LOOK)
+        except TimeoutError:
+            raise reason from None
+        finally:
+            self._metrics.waiting.dec()
+
+    def _route(self, flight: Flight) -> Route:
+        rules, job = self._rules, flight.job
+        prefer = rules.disaggregation == "prefer"
+        if prefer and job.prompt_tokens < rules.local_below:
+            return Route("local", None, self._fleet.choose_local(job))
+        try:
+            if rules.mode == "pull":
+                return Route("pull", self._fleet.choose_prefill(job), None)
+            pair = self._fleet.choose(job)
+            return Route("push", pair.prefill, pair.decode)
+        except NoRoom:
             raise
-        self._metrics.first_byte.observe(time.monotonic() - dispatch.started)
-        return answer
+        except NoPair:
+            if not prefer:
+                raise
+            return Route("local", None, self._fleet.choose_local(job))
 
-    async def _relay(
-        self, dispatch: Dispatch, request: web.Request, answer: Answer
-    ) -> web.StreamResponse:
-        """Pass the decode leg's answer on byte for byte."""
-        upstream = answer.response.headers
-        response = web.StreamResponse(status=answer.response.status)
-        response.headers.update({name: upstream[name] for name in RETURNED if name in upstream})
-        response.headers[MODE_HEADER] = "disagg"
-        response.headers["X-Request-Id"] = dispatch.request
+    # ------------------------------------------------------------------ one attempt
+
+    async def _attempt(self, request: web.Request, flight: Flight) -> web.StreamResponse:
+        """One attempt from the choice of engines to the last byte."""
+        flight.route = route = await self._choose(flight)
+        flight.attempts += 1
+        self._flights.chosen(flight)
+        drained = False
+        if route.decode is not None:
+            self._take(route.decode, flight)
+        opened: Opened | None = None
         try:
-            await response.prepare(request)
-            async for piece in answer.pieces():
-                await response.write(piece)
+            opened = await self._open(flight)
+            response = await self._relay(flight, request, opened.answer)
+            drained = True
         except LegFailed as failure:
-            self._note(failure)
-            await _break_off(request, response, failure)
-            raise CutShort("decode_broke_off", response) from failure
-        except ConnectionError as error:
-            raise CutShort("client_left", response) from error
+            self._failed(flight, failure)
+            raise
+        finally:
+            if opened is not None:
+                opened.answer.close()
+            if route.decode is not None:
+                self._give_back(route.decode, flight, drained)
+            if not drained:
+                self._metrics.cancellations.labels(flight.phase).inc()
+                if opened is not None and opened.prefill is not None:
+                    opened.prefill.cancel()
+        self._worked(flight)
+        if opened.prefill is not None:
+            self._let_linger(opened.prefill)
         return response
 
-    def _blame(self, failure: LegFailed, prefill: asyncio.Task[None]) -> LegFailed:
-        """The failure to report, when the decode leg may have failed because prefill did."""
-        if failure.leg == "decode":
-            self._note(failure)
-            ended = prefill.done() and not prefill.cancelled()
-            cause = prefill.exception() if ended else None
-            if isinstance(cause, LegFailed) and not failure.clients_fault:
-                return cause
-        prefill.cancel()
-        return failure
+    async def _open(self, flight: Flight) -> Opened:
+        """The first byte of an answer, within the deadline."""
+        try:
+            async with asyncio.timeout_at(self._loop_time(flight.deadline)):
+                opened = await self._by_mode(flight)
+        except TimeoutError:
+            raise Late("no first byte before the request's deadline") from None
+        flight.phase = "decode"
+        flight.first_byte = time.monotonic() - flight.arrived
+        assert flight.route is not None
+        shown = SHOWN[flight.route.kind]
+        self._metrics.first_byte.labels(shown).observe(flight.first_byte)
+        self._metrics.modes.labels(shown).inc()
+        self._flights.mark(flight, "first byte")
+        return opened
 
-    def _note(self, error: BaseException) -> None:
+    async def _by_mode(self, flight: Flight) -> Opened:
+        def sent() -> None:
+            self._metrics.overhead.observe(time.monotonic() - flight.arrived)
+            self._flights.mark(flight, "sent")
+
+        route = flight.route
+        assert route is not None
+        if route.kind == "push":
+            return await self.modes.push(flight, sent)
+        if route.kind == "local":
+            return await self.modes.local(flight, sent)
+        sent()
+        return await self.modes.pull(flight, lambda decode: self._take(decode, flight))
+
+    @staticmethod
+    def _loop_time(deadline: float | None) -> float | None:
+        if deadline is None:
+            return None
+        return asyncio.get_running_loop().time() + deadline - time.monotonic()
+
+    def _take(self, decode: Engine, flight: Flight) -> None:
+        decode.in_flight += 1
+        assert flight.route is not None
+        decode.promise(flight.route.transfer, flight.job)
+
+    def _give_back(self, decode: Engine, flight: Flight, drained: bool) -> None:
+        decode.in_flight -= 1
+        route = flight.route
+        assert route is not None
+        if drained or route.kind == "local":
+            decode.forgive(route.transfer)
+        else:
+            self._drains.watch(decode, route.transfer)
+
+    async def _relay(
+        self, flight: Flight, request: web.Request, answer: Answer
+    ) -> web.StreamResponse:
+        try:
+            return await relay(flight, request, answer)
+        except CutShort as cut:
+            if isinstance(cut.__cause__, LegFailed):
+                self._failed(flight, cut.__cause__)
+            raise
+
+    # ------------------------------------------------------------------ consequences
+
+    def _worked(self, flight: Flight) -> None:
+        route = flight.route
+        if route and route.prefill and route.decode:
+            self.pair_worked(route.prefill, route.decode)
+
+    def _failed(self, flight: Flight, failure: LegFailed) -> None:
+        """An attempt failed: that counts against its pair, unless the client is to blame."""
+        if failure.leg == "decode":
+            self.note(failure)
+        route = flight.route
+        if failure.breaks and route and route.prefill and route.decode:
+            self.pair_failed(route.prefill, route.decode, str(failure))
+
+    def pair_worked(self, prefill: Engine, decode: Engine) -> None:
+        """A request was served between the two."""
+        self.last_worked = time.monotonic()
+        if self._fleet.quarantine:
+            self._fleet.quarantine.worked((prefill, decode))
+            self._metrics.pairs_resting.set(self._fleet.quarantine.resting(self.last_worked))
+
+    def pair_failed(self, prefill: Engine, decode: Engine, reason: str) -> None:
+        """A request failed between the two, by no fault of its own."""
+        quarantine, now = self._fleet.quarantine, time.monotonic()
+        if quarantine.failed((prefill, decode), reason, now):
+            log.warning("pair %s -> %s is quarantined: %s", prefill.name, decode.name, reason)
+            self._metrics.quarantines.inc()
+        self._metrics.pairs_resting.set(quarantine.resting(now))
+
+    def note(self, error: BaseException) -> None:
         """Log a failed leg and have its engine asked whether it is still the same."""
         if not isinstance(error, LegFailed):
             log.error("a leg ended unexpectedly", exc_info=error)
@@ -207,7 +276,7 @@ class Dispatcher:
             self._metrics.leg_failures.labels(error.leg, error.engine.place.url).inc()
             self._watch.suspect(error.engine)
 
-    def _let_linger(self, prefill: asyncio.Task[None]) -> None:
+    def _let_linger(self, prefill: Prefill) -> None:
         if prefill.done():
             return
         self._lingering.add(prefill)
@@ -215,28 +284,4 @@ class Dispatcher:
         asyncio.get_running_loop().call_later(LINGER, prefill.cancel)
 
 
-async def _break_off(
-    request: web.Request, response: web.StreamResponse, failure: LegFailed
-) -> None:
-    """End a half-sent answer so that no client takes it for a whole one."""
-    if response.content_type == "text/event-stream":
-        _, body, _ = failure.answer()
-        with suppress(ConnectionError):
-            await response.write(b"data: " + body + b"\n\n")
-    if request.transport is not None:
-        request.transport.close()
-
-
-@contextmanager
-def _counted(engine: Engine) -> Iterator[None]:
-    engine.in_flight += 1
-    try:
-        yield
-    finally:
-        engine.in_flight -= 1
-
-
-def _close_unused(opening: asyncio.Task[Answer]) -> None:
-    """A decode answer that came while its request was being given up."""
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+__all__ = ["Dispatcher", "Late", "Rules"]

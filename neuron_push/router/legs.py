@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ssl import SSLContext
 from typing import Final
 
 import aiohttp
@@ -15,6 +16,8 @@ from neuron_push.router.engines import Engine, Leg
 # Most of an engine's error body that is read: enough for any message.
 MOST_ERROR: Final = 64 << 10
 CHUNK: Final = 64 << 10
+# Statuses that blame nobody: another engine may have time.
+BUSY: Final = (408, 429)
 
 
 class LegFailed(Exception):
@@ -40,11 +43,16 @@ class LegFailed(Exception):
     @property
     def clients_fault(self) -> bool:
         """The engine blames the request: it would fail on every engine alike."""
-        return 400 <= self.status < 500
+        return 400 <= self.status < 500 and self.status not in BUSY
+
+    @property
+    def breaks(self) -> bool:
+        """Whether it speaks against the pair: neither the client's fault nor mere business."""
+        return not self.clients_fault and self.status not in BUSY
 
     def answer(self) -> tuple[int, bytes, str]:
         """Status, body and content type for the client."""
-        if self.clients_fault:
+        if self.clients_fault or self.status in BUSY:
             return self.status, self._body, self._content_type
         details = {"leg": self.leg, "engine": self.engine.place.url}
         body = error_body(502, str(self), "upstream_error", **details)
@@ -62,6 +70,8 @@ class Limits:
     silence: float = 600.0
     # For the prompt's KV to reach the decode engine; None leaves that to the engine.
     kv: float | None = None
+    # From a request's arrival to its first byte, retries included; None: no such limit.
+    first_byte: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,12 @@ class Answer:
 class Legs:
     """Sends legs over one client session. Cancelling a call closes its connection."""
 
-    def __init__(self, session: aiohttp.ClientSession, limits: Limits) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, limits: Limits, ssl: SSLContext | None = None
+    ) -> None:
         self._session = session
         self._limits = limits
+        self._ssl: SSLContext | bool = ssl or True
 
     @property
     def limits(self) -> Limits:
@@ -98,8 +111,8 @@ class Legs:
 
     async def prefill(
         self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes
-    ) -> None:
-        """Run the prefill leg to its end; raises LegFailed."""
+    ) -> bytes:
+        """Run the prefill leg to its end, and return its answer; raises LegFailed."""
         limits = aiohttp.ClientTimeout(
             total=self._limits.prefill, sock_connect=self._limits.connect
         )
@@ -112,6 +125,7 @@ class Legs:
         trouble = unfinished_prefill(raw)
         if trouble:
             raise LegFailed("prefill", engine, trouble, status=response.status)
+        return raw
 
     async def decode(
         self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes
@@ -142,7 +156,7 @@ class Legs:
     ) -> aiohttp.ClientResponse:
         with _mapped(leg, engine, "no answer"):
             response = await self._session.post(
-                engine.place.url + path, data=body, headers=headers, timeout=limits
+                engine.place.url + path, data=body, headers=headers, timeout=limits, ssl=self._ssl
             )
             if response.status < 400:
                 return response

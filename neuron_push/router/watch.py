@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from ssl import SSLContext
 from typing import Final
 
 import aiohttp
 
 from neuron_push.errors import NeuronPushError
 from neuron_push.protocol import Address, EngineInfo, SideChannelMessage, Who
-from neuron_push.router.engines import Engine, Fleet
+from neuron_push.router.engines import Engine, Leg, Mode
+from neuron_push.router.fleet import Fleet
 from neuron_push.router.metrics import Metrics
+from neuron_push.router.places import Listing, Place
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ class Watch:
         *,
         period: float,
         timeout: float,
+        mode: Mode = "push",
+        ssl: SSLContext | None = None,
     ) -> None:
         self._fleet = fleet
         self._session = session
@@ -42,32 +48,64 @@ class Watch:
         self._metrics = metrics
         self._period = period
         self._timeout = timeout
-        self._wake = {id(engine): asyncio.Event() for engine in fleet.engines}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._mode: Mode = mode
+        self._ssl: SSLContext | bool = ssl or True
+        self._wake: dict[int, asyncio.Event] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         # Set after each answer or failure, for whoever waits for the fleet to change.
         self.changed = asyncio.Event()
 
     def start(self) -> None:
-        """Begin asking."""
-        self._tasks = [asyncio.create_task(self._follow(engine)) for engine in self._fleet.engines]
+        """Begin asking the engines that the fleet has already."""
+        for engine in self._fleet.engines:
+            self._begin(engine)
+
+    def apply(self, listing: Listing) -> None:
+        """Take in engines that are new in a listing, and give those that left no more work."""
+        legs: tuple[tuple[Leg, Sequence[Place]], ...] = (
+            ("prefill", listing.prefill),
+            ("decode", listing.decode),
+        )
+        for leg, places in legs:
+            new, gone = self._fleet.compare(leg, places)
+            for place in new:
+                log.info("%s engine at %s is listed", leg, place.url)
+                engine = Engine(leg, place)
+                self._fleet.add(engine)
+                self._begin(engine)
+            for engine in gone:
+                log.info("%s engine %s is not listed any more", leg, engine.name)
+                self._fleet.remove(engine)
+                self._tasks.pop(id(engine)).cancel()
+                del self._wake[id(engine)]
+                self._count_ready(engine.leg)
+        self.changed.set()
 
     async def stop(self) -> None:
         """Stop asking; returns when every task has ended."""
-        for task in self._tasks:
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def suspect(self, engine: Engine) -> None:
         """A request to this engine failed: ask it at once instead of in its turn."""
-        self._wake[id(engine)].set()
+        if wake := self._wake.get(id(engine)):
+            wake.set()
+
+    def _begin(self, engine: Engine) -> None:
+        self._wake[id(engine)] = asyncio.Event()
+        self._tasks[id(engine)] = asyncio.create_task(self._follow(engine))
 
     async def _follow(self, engine: Engine) -> None:
         retry = RETRY
+        wake = self._wake[id(engine)]
         while True:
             await self.refresh(engine)
             pause = self._period if not engine.trouble else min(retry, self._period)
             retry = RETRY if not engine.trouble else retry * 2
-            wake = self._wake[id(engine)]
+            # Spread, so that a thousand engines are not asked in one breath.
+            pause *= random.uniform(0.9, 1.1)
             try:
                 await asyncio.wait_for(wake.wait(), pause)
                 wake.clear()
@@ -85,23 +123,33 @@ class Watch:
             engine.lost(f"server {engine.place.url}: {error or type(error).__name__}")
         if engine.trouble != before:
             log.info("%s engine %s: %s", engine.leg, engine.name, engine.trouble or "ready")
-        ready = sum(not other.trouble for other in self._fleet.engines if other.leg == engine.leg)
-        self._metrics.engines_ready.labels(engine.leg).set(ready)
+        self._count_ready(engine.leg)
         self.changed.set()
 
+    def _count_ready(self, leg: Leg) -> None:
+        of_leg = [engine for engine in self._fleet.engines if engine.leg == leg]
+        metrics = self._metrics
+        metrics.engines_ready.labels(leg).set(sum(not engine.trouble for engine in of_leg))
+        metrics.engines_known.labels(leg).set(len(of_leg))
+        metrics.pairs_usable.set(self._fleet.usable_pairs())
+
     async def _refresh(self, engine: Engine) -> None:
+        engine.begin_asking()
         answer = await self._ask(engine.place.side, Who(), self._timeout)
         if not isinstance(answer, EngineInfo):
             engine.lost(f"side channel answered {type(answer).__name__} to Who")
             return
-        if engine.seen(answer):
-            log.warning("%s engine at %s was restarted", engine.leg, engine.place.url)
-            self._metrics.restarts.labels(engine.leg).inc()
         # The listener is up before the server is, and may outlive it.
         limit = aiohttp.ClientTimeout(total=self._timeout)
-        async with self._session.get(f"{engine.place.url}/health", timeout=limit) as health:
-            if health.status != 200:
-                engine.lost(f"{engine.place.url}/health answered {health.status}")
+        url = f"{engine.place.url}/health"
+        async with self._session.get(url, timeout=limit, ssl=self._ssl) as health:
+            status = health.status
+        if engine.seen(answer, self._mode):
+            log.warning("%s engine at %s was restarted", engine.leg, engine.place.url)
+            self._metrics.restarts.labels(engine.leg).inc()
+            self._fleet.quarantine.forget(engine)
+        if status != 200:
+            engine.lost(f"{engine.place.url}/health answered {status}")
 
 
 def _show(address: Address) -> str:

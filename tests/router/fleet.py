@@ -12,9 +12,10 @@ from aiohttp.test_utils import TestServer
 from neuron_push.errors import TransportError
 from neuron_push.geometry import Geometry, Semantics
 from neuron_push.protocol import Address, EngineInfo, RankInfo
-from neuron_push.router.app import ROUTER, Settings, make_app
-from neuron_push.router.engines import Place
+from neuron_push.router.app import ROUTER, make_app
 from neuron_push.router.legs import Limits
+from neuron_push.router.places import Place
+from neuron_push.router.settings import Settings
 
 SEMANTICS = Semantics(
     model="tiny", layers=2, kv_heads=2, head_size=32, dtype="float32", groups=("full",)

@@ -54,7 +54,7 @@ async def test_metrics_tell_ready_engines_and_the_time_to_the_first_byte():
         async with f.session.get(f.url("/metrics")) as answer:
             lines = (await answer.text()).splitlines()
         assert 'neuron_push_router_engines_ready{leg="decode"} 2.0' in lines
-        assert "neuron_push_router_first_byte_seconds_count 1.0" in lines
+        assert 'neuron_push_router_first_byte_seconds_count{mode="disagg"} 1.0' in lines
         assert "neuron_push_router_in_flight 0.0" in lines
 
 
@@ -79,8 +79,10 @@ def test_wrong_options_are_refused(wrong):
 
 
 def test_both_legs_are_required():
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="both legs"):
         parse("--prefill", "http://p")
+    with pytest.raises(ConfigError, match="one place"):
+        parse()
 
 
 def test_the_router_runs_without_vllm_torch_and_nixl():

@@ -243,8 +243,8 @@ async def test_the_prefill_engine_is_blamed_when_decode_failed_in_its_wake():
         refusal = LegFailed("decode", d, "bad request", status=400)
         prefill = asyncio.get_running_loop().create_future()
         prefill.set_exception(cause)
-        assert f.router.dispatcher._blame(consequence, prefill) is cause
-        assert f.router.dispatcher._blame(refusal, prefill) is refusal
+        assert f.router.dispatcher.modes.blame(consequence, prefill) is cause
+        assert f.router.dispatcher.modes.blame(refusal, prefill) is refusal
 
 
 async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one():

@@ -4,7 +4,9 @@ import pytest
 
 from neuron_push.errors import ConfigError
 from neuron_push.protocol import Address
-from neuron_push.router.engines import Engine, Fleet, NoPair, Place
+from neuron_push.router.engines import Engine
+from neuron_push.router.fleet import Fleet, NoPair
+from neuron_push.router.places import Place
 from tests.router.fleet import who
 
 

@@ -62,7 +62,8 @@ async def test_an_engine_that_does_not_answer_is_not_used_and_comes_back():
     async with routed(**CALM) as f:
         p, _ = engines(f)
         there, f.p.info = f.p.info, None
-        await f.router.watch.refresh(p)
+        f.router.watch.suspect(p)
+        await f.settled(lambda: p.trouble)
         status, raw = await post(f)
         assert status == 503
         assert f"nobody answers at 127.0.0.1:{f.p.side.port}" in error_in(raw)["message"]
