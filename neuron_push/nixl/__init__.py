@@ -14,7 +14,8 @@ about NIXL and not written in its documentation was measured with UCX over tcp, 
 * a notification may hold bytes of any value and as many as memory allows (64 MiB went through).
 """
 
-from neuron_push.nixl.agent import NixlFactory, NixlTransport, factory
+from neuron_push.nixl.agent import NixlTransport
 from neuron_push.nixl.binding import binding
+from neuron_push.nixl.opening import NixlFactory, factory
 
 __all__ = ["NixlFactory", "NixlTransport", "binding", "factory"]

@@ -15,17 +15,15 @@ import numpy as np
 
 from neuron_push.errors import ConfigError, Disconnected, ProtocolError, TransportError
 from neuron_push.geometry import Region
-from neuron_push.nixl.binding import Edge, create_agent
-from neuron_push.tamper import Tampering
+from neuron_push.nixl.binding import NO_PARAMETERS, Edge, Parameters, create_agent
 from neuron_push.transport import (
     AgentName,
     Descriptors,
-    TransportFactory,
     WriteId,
     WriteState,
 )
 
-__all__ = ["NixlFactory", "NixlTransport", "factory"]
+__all__ = ["NixlTransport"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +31,6 @@ logger = logging.getLogger(__name__)
 # while its completions still point to it, so there the handle must outlive the backend.
 _CANCELLING: Final = frozenset({"UCX"})
 _NAME_LENGTH: Final = struct.Struct(">H")
-
-
-def factory(backends: Sequence[str], num_threads: int = 0, fault: str = "") -> TransportFactory:
-    """Build what opens a transport per generation; `fault` is the setting of that name."""
-    plain = NixlFactory(tuple(backends), num_threads)
-    return Tampering(plain) if fault == "tamper" else plain
-
-
-@dataclass(frozen=True)
-class NixlFactory:
-    """Opens agents with these backends; `num_threads` is the backend's own posting threads."""
-
-    backends: tuple[str, ...] = ("UCX",)
-    num_threads: int = 0
-
-    def __call__(self, name: AgentName, regions: Sequence[Region]) -> NixlTransport:
-        return NixlTransport(name, regions, self.backends, self.num_threads)
 
 
 @dataclass
@@ -72,6 +53,7 @@ class NixlTransport:
         regions: Sequence[Region],
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
+        parameters: Parameters = NO_PARAMETERS,
     ) -> None:
         self._name = name
         self._owner = threading.get_ident()
@@ -86,7 +68,7 @@ class NixlTransport:
         self._registrations: list[Any] = []
         # Whether the C++ agent of a closed transport is still alive.
         self._remains: weakref.ref[Any] | None = None
-        self._agent: Any = create_agent(name, tuple(backends), num_threads)
+        self._agent: Any = create_agent(name, tuple(backends), num_threads, parameters)
         try:
             self._register(regions)
         except BaseException:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from types import TracebackType
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
 from neuron_push.errors import ConfigError, Disconnected, NeuronPushError, TransportError
 
-__all__ = ["Edge", "binding", "create_agent"]
+__all__ = ["NO_PARAMETERS", "Edge", "Parameters", "binding", "create_agent"]
+
+# Of each backend, as NIXL takes them at its creation.
+Parameters = Mapping[str, Mapping[str, str]]
+NO_PARAMETERS: Final[Parameters] = MappingProxyType({})
 
 # The meta package first: where it is installed, it is the flavour that the user chose.
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
@@ -73,8 +78,13 @@ class Edge:
         raise ours(f"{text}: {error or type(error).__name__}") from error.with_traceback(None)
 
 
-def create_agent(name: str, backends: tuple[str, ...], num_threads: int) -> Any:
-    """Create an agent with exactly these backends.
+def create_agent(
+    name: str,
+    backends: tuple[str, ...],
+    num_threads: int,
+    parameters: Parameters = NO_PARAMETERS,
+) -> Any:
+    """Create an agent with exactly these backends, each with its `parameters`.
 
     Raises ConfigError if one of them is not there: NIXL itself only warns.
     """
@@ -82,7 +92,8 @@ def create_agent(name: str, backends: tuple[str, ...], num_threads: int) -> Any:
     settings: dict[str, Any] = {
         # NIXL's progress thread spins one core per agent; whoever owns the transport polls.
         "enable_prog_thread": False,
-        "backends": list(backends),
+        # Those with parameters are created by themselves, in order, since this list has none.
+        "backends": [] if parameters else list(backends),
         "num_threads": num_threads,
     }
     sync = getattr(api, "nixl_thread_sync_t", None)
@@ -94,6 +105,8 @@ def create_agent(name: str, backends: tuple[str, ...], num_threads: int) -> Any:
     try:
         with Edge(f"cannot create a NIXL agent with {'/'.join(backends)}"):
             agent = api.nixl_agent(name, api.nixl_agent_config(**kept))
+            for backend in backends if parameters else ():
+                agent.create_backend(backend, dict(parameters.get(backend, {})))
     except TransportError as error:
         if type(error.__cause__).__name__ != "nixlNotFoundError":
             raise

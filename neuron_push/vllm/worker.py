@@ -79,8 +79,13 @@ class WorkerHalf:
             identity.semantics(config, identity.group_kinds(self._kv_config)), geometry,
         )  # fmt: skip
         settings = self._config
-        backends = settings.backends or self._accelerator.nixl_backends()
-        transport = factory(backends, settings.num_threads, settings.fault)
+        accelerator = self._accelerator
+        backends = accelerator.nixl_backends(settings.backends)
+        transport = factory(
+            backends, settings.num_threads, settings.fault,
+            parameters={b: p for b in backends if (p := accelerator.nixl_parameters(b))},
+            enter=accelerator.enter_thread,
+        )  # fmt: skip
         listener = Address(
             settings.side_channel_host, settings.side_channel_port + parallel.data_parallel_index
         )
@@ -95,9 +100,10 @@ class WorkerHalf:
         )  # fmt: skip
 
     def _check_environment(self) -> None:
-        for name, value in self._accelerator.environment().items():
-            if os.environ.get(name) != value:
-                raise ConfigError(f"set {name}={value} before the engine starts")
+        missing = self._accelerator.environment(os.environ)
+        if missing:
+            words = " ".join(f"{name}={value}" for name, value in missing.items())
+            raise ConfigError(f"set {words} before the engine starts")
 
     def close(self) -> None:
         """Destroy the agents; after return the KV tensors may go."""
