@@ -7,6 +7,7 @@ import numpy as np
 from neuron_push import layouts
 from neuron_push.geometry import Geometry, Group, Region
 from neuron_push.plan import Ask, Blocks, assign, bind, pair
+from neuron_push.transform import HostMover
 from tests import oracle
 
 ELEMENT = 4
@@ -143,6 +144,10 @@ def engine(
 
 
 def rows(copies):
+    return rows_of(copies)
+
+
+def rows_of(copies):
     return np.column_stack(
         (
             copies.source_region,
@@ -167,8 +172,99 @@ def push(prefill, decode, start, stop, *, min_run=1, spoil=lambda geometry: geom
             plan = pair(sources[rank], destination, ask, min_run=min_run)
             copies = plan.copies(start, stop, prefill.lists, decode.lists)
             check_binding(copies, sources[rank], destination)
-            oracle.replay(prefill.caches[rank].memory(), cache.memory(), rows(copies), written)
+            oracle.replay(prefill.caches[rank].memory(), cache.memory(), rows_of(copies), written)
             done.append(copies)
+        assert max((int(count.max()) for count in written if len(count)), default=0) <= 1
+    return done
+
+
+def cut(start, stop, plan):
+    """Pieces as the sender cuts them: at the grain, each within one slab."""
+    while start < stop:
+        end = (start + plan.tokens) // plan.grain * plan.grain
+        end = min(end, stop)
+        assert end > start
+        yield start, end
+        start = end
+
+
+class Slab:
+    """Staging memory full of noise, between two stretches that nothing may touch."""
+
+    GUARD = 64
+
+    def __init__(self, nbytes):
+        rng = np.random.default_rng(3)
+        self.array = rng.integers(0, 256, nbytes + 2 * self.GUARD, dtype=np.uint8)
+        self.before = self.array.copy()
+        self.memory = self.array[self.GUARD : self.GUARD + nbytes]
+        self.address = self.memory.ctypes.data
+
+    def check(self):
+        for guard in (slice(0, self.GUARD), slice(-self.GUARD, None)):
+            assert (self.array[guard] == self.before[guard]).all()
+
+
+def carry(plan, prefill, decode, ranks, piece, lists, written):
+    """One piece of a staged pair: pack and WRITE, or WRITE and unpack. Returns copies and rows."""
+    sources, targets = prefill.caches[ranks[0]].memory(), decode.caches[ranks[1]].memory()
+    slab = Slab(plan.slab_bytes)
+    copies, rows = plan.copies(*piece, *lists), plan.rows(*piece, *lists, slab.address)
+    region = Region(slab.address, plan.slab_bytes, "DRAM", 0)
+    if plan.way == "packed":
+        HostMover().move(rows)
+        check_binding(copies, plan.geometry(region), plan.destination)
+        oracle.replay([*sources, slab.memory], targets, rows_of(copies), written)
+    else:
+        filled = [np.zeros(len(memory), np.uint8) for memory in (*targets, slab.memory)]
+        check_binding(copies, plan.source, plan.geometry(region))
+        oracle.replay(sources, [*targets, slab.memory], rows_of(copies), filled)
+        assert max(int(count.max(initial=0)) for count in filled) <= 1
+        HostMover().move(rows)
+        for part in rows:
+            tally(part.destination, part.unit, plan.destination, written)
+    slab.check()
+    return copies, rows
+
+
+def tally(addresses, unit, geometry, written):
+    """Count the bytes that rows write."""
+    for address in np.asarray(addresses).tolist():
+        for region, count in zip(geometry.regions, written, strict=True):
+            if region.base <= address < region.base + region.length:
+                at = address - region.base
+                assert at + unit <= region.length
+                count[at : at + unit] += 1
+                break
+        else:
+            raise AssertionError("a row lies in no region")
+
+
+def push_by(prefill, decode, start, stop, choose, *, spoil=None):
+    """Choose, plan and carry out all pairs; returns [(plan, [(copies, rows) per piece])]."""
+    done = []
+    sources = [spoil("prefill", one) for one in prefill.geometries] if spoil else prefill.geometries
+    for seat, true in enumerate(decode.geometries):
+        destination = spoil("decode", true) if spoil else true
+        cache = decode.caches[seat]
+        written = [np.zeros(len(memory), np.uint8) for memory in cache.memory()]
+        for rank, ask in enumerate(assign(destination, sources, seat=seat)):
+            if ask is None:
+                continue
+            plan = choose(sources[rank], destination, ask)
+            lists = prefill.lists, decode.lists
+            if plan.way == "direct":
+                copies = plan.copies(start, stop, *lists)
+                oracle.replay(
+                    prefill.caches[rank].memory(), cache.memory(), rows_of(copies), written
+                )
+                done.append((plan, [(copies, [])]))
+                continue
+            pieces = [
+                carry(plan, prefill, decode, (rank, seat), piece, lists, written)
+                for piece in cut(start, stop, plan)
+            ]
+            done.append((plan, pieces))
         assert max((int(count.max()) for count in written if len(count)), default=0) <= 1
     return done
 

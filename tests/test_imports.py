@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "efa",
             "protocol",
             "commands",
+            "transform",
             "accelerator",
             "processes",
             "tracing",

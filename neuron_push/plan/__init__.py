@@ -1,26 +1,38 @@
 """From a token range and two geometries to copies: pure, vectorised, address-free until bound.
 
 assign   which prefill rank provides which heads and layers of a decode rank
-pair     what one pair of ranks computes once; refuses pairs that cannot talk directly
-PairPlan.copies   the copies of a token range, from both block lists
+decide   the way a pair of ranks goes: direct, packed by prefill, unpacked by decode, or refused
+pair     what a direct pair computes once
+staged   what a pair computes once whose pages are brought into order in a slab of one side
+*.copies the copies of a token range, from both block lists; StagedPlan.rows the reordering
 bind     addresses, with every range checked against its region
 """
 
 from neuron_push.plan.assign import Ask, assign
 from neuron_push.plan.blocks import Blocks, decode_runs, encode_runs
 from neuron_push.plan.copies import Copies, bind
-from neuron_push.plan.pair import MIN_RUN, Description, PairPlan, pair
+from neuron_push.plan.pair import MIN_RUN, Description, PairPlan, Way, pair
+from neuron_push.plan.staged import StagedPlan, staged
+from neuron_push.plan.ways import MOST_COPIES, PROMPT, Means, Plan, decide
 
 __all__ = [
     "MIN_RUN",
+    "MOST_COPIES",
+    "PROMPT",
     "Ask",
     "Blocks",
     "Copies",
     "Description",
+    "Means",
     "PairPlan",
+    "Plan",
+    "StagedPlan",
+    "Way",
     "assign",
     "bind",
+    "decide",
     "decode_runs",
     "encode_runs",
     "pair",
+    "staged",
 ]

@@ -1,0 +1,193 @@
+"""Images: one group's pages as they lie in a staging slab, without gaps.
+
+An image page holds what a layout's page holds of the wanted layers and heads, in the same order:
+what is contiguous in the page stays contiguous in the image, so that the WRITE between the two is
+a direct one with runs as long as the layout allows. Image pages may be shorter than the layout's,
+which keeps a page of a whole sequence (NxD Inference without paging) from filling the slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from neuron_push.geometry import Group, Plane
+
+__all__ = ["Image", "image_of"]
+
+# Longer pages are cut, if they can be: 512 tokens of one head are runs of 64 KiB and more.
+LONGEST_PAGE: Final = 512
+
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Planes of one page of an image; their offsets count from the page's first byte."""
+
+    planes: tuple[Plane, ...]
+    heads: tuple[int, ...]
+    page_tokens: int
+    page_bytes: int
+
+
+class Item(NamedTuple):
+    """One head of one plane in page 0; sorts by place."""
+
+    region: int
+    page: int
+    start: int
+    stop: int
+    token: int
+    channel: int
+    size: int  # bytes without gaps
+    key: Key
+    head: int
+
+
+def image_of(group: Group, heads: tuple[int, ...], layers: frozenset[int], element: int) -> Image:
+    """The image of a group's pages, for some of its heads and layers."""
+    tokens = _page_tokens(group, element)
+    stored = tuple(head for head in group.heads if head in heads)
+    planes = [plane for plane in group.planes if plane.layer in layers]
+    items = sorted(
+        item for plane in planes for item in _items(plane, group, stored, tokens, element)
+    )
+    placed: dict[tuple[Key, int], tuple[int, int, int]] = {}  # offset, token, channel
+    size = 0
+    for cluster in _clusters(items):
+        size += _place(cluster, size, tokens, element, placed)
+    if not _even(planes, stored, placed):
+        placed, size = {}, 0
+        for item in sorted(items, key=lambda item: (item.key, stored.index(item.head))):
+            size += _alone(item, size, tokens, element, placed)
+    images = tuple(_plane(plane, stored, placed, size) for plane in planes)
+    return Image(images, stored, tokens, size)
+
+
+def _page_tokens(group: Group, element: int) -> int:
+    """The layout's own page, unless it is long and every plane can be cut by token."""
+    by_token = all(not plane.interior and plane.channel == element for plane in group.planes)
+    if group.page_tokens <= LONGEST_PAGE or not by_token:
+        return group.page_tokens
+    divisors = (n for n in range(LONGEST_PAGE, 0, -1) if group.page_tokens % n == 0)
+    return next(divisors)
+
+
+def _items(
+    plane: Plane, group: Group, heads: tuple[int, ...], tokens: int, element: int
+) -> Iterator[Item]:
+    size = plane.page_bytes or plane.width * tokens * element
+    extent = plane.page_bytes or (
+        (tokens - 1) * plane.token + (plane.width - 1) * plane.channel + element
+    )
+    if plane.interior and not plane.head:
+        heads = heads[:1]  # one span for all of them
+    for head in heads:
+        start = plane.offset + group.heads.index(head) * plane.head
+        key = (plane.layer, plane.kind)
+        yield Item(
+            plane.region,
+            plane.page,
+            start,
+            start + extent,
+            plane.token,
+            plane.channel,
+            size,
+            key,
+            head,
+        )
+
+
+def _clusters(items: list[Item]) -> Iterator[list[Item]]:
+    """Items whose bytes touch or interleave, together."""
+    cluster: list[Item] = []
+    end = 0
+    for item in items:
+        if cluster and (item[:2] != cluster[0][:2] or item.start > end):
+            yield cluster
+            cluster = []
+        end = max(end, item.stop) if cluster else item.stop
+        cluster.append(item)
+    if cluster:
+        yield cluster
+
+
+def _place(
+    cluster: list[Item],
+    at: int,
+    tokens: int,
+    element: int,
+    placed: dict[tuple[Key, int], tuple[int, int, int]],
+) -> int:
+    """Give a cluster its place from byte `at` of the page; returns its size."""
+    first, end = cluster[0], max(item.stop for item in cluster)
+    size = sum(item.size for item in cluster)
+    if size == end - first.start:
+        for item in cluster:
+            placed[item.key, item.head] = at + item.start - first.start, item.token, item.channel
+    elif all(
+        item.token == first.token
+        and item.channel in (0, element)
+        and item.start < first.start + first.token
+        for item in cluster
+    ):
+        # Rows of one token with gaps between them: keep the rows, drop the gaps.
+        row, step = at, size // tokens
+        for item in cluster:
+            placed[item.key, item.head] = row, step, item.channel
+            row += item.size // tokens
+    else:
+        for item in cluster:
+            at += _alone(item, at, tokens, element, placed)
+    return size
+
+
+def _alone(
+    item: Item,
+    at: int,
+    tokens: int,
+    element: int,
+    placed: dict[tuple[Key, int], tuple[int, int, int]],
+) -> int:
+    """An item without its gaps, its axes in the same order; returns its size."""
+    if not item.token and not item.channel:
+        steps = 0, 0
+    elif item.channel > item.token:
+        steps = element, tokens * element
+    else:
+        steps = item.size // tokens, element
+    placed[item.key, item.head] = at, *steps
+    return item.size
+
+
+def _even(
+    planes: list[Plane],
+    heads: tuple[int, ...],
+    placed: dict[tuple[Key, int], tuple[int, int, int]],
+) -> bool:
+    """Whether the heads of every plane lie evenly spaced and alike, as one plane needs."""
+    for plane in planes:
+        found = [placed.get(((plane.layer, plane.kind), head)) for head in heads]
+        spots = [spot for spot in found if spot is not None]
+        steps = {after[0] - before[0] for before, after in pairwise(spots)}
+        if len(steps) > 1 or len({spot[1:] for spot in spots}) > 1 or min(steps, default=0) < 0:
+            return False
+    return True
+
+
+def _plane(
+    plane: Plane,
+    heads: tuple[int, ...],
+    placed: dict[tuple[Key, int], tuple[int, int, int]],
+    page: int,
+) -> Plane:
+    spots = [placed.get(((plane.layer, plane.kind), head)) for head in heads]
+    offset, token, channel = spots[0] or (0, 0, 0)
+    second = spots[1] if len(spots) > 1 else None
+    head = second[0] - offset if second else (plane.page_bytes if plane.head else 0)
+    return replace(plane, offset=offset, page=page, head=head, token=token, channel=channel)

@@ -1,0 +1,199 @@
+"""Rows between the pages of a layout and their image in a staging slab.
+
+A *table* lists, once per pair, every row of one image page: where it lies in the image and where
+in the layout's page 0. The rows of a token range are that table crossed with the pages, so a
+request costs a few NumPy operations, whatever the number of layers, heads and blocks.
+
+Both sides cut tokens into *chunks* that never cross a page of either: rows are runs of a chunk, as
+long as both sides step through channels, and then tokens, contiguously.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from neuron_push.geometry import Geometry, Group, Plane
+from neuron_push.plan.image import Image
+from neuron_push.transform import Rows
+
+__all__ = ["Rearrangement"]
+
+Ints = npt.NDArray[np.int64]
+
+
+class Lane(NamedTuple):
+    """One head of one plane on both sides; `layout` is an address, `image` counts from the page."""
+
+    image: int
+    layout: int
+    image_plane: Plane
+    layout_plane: Plane
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """Rows of `unit` bytes of one image page, in the order of the image.
+
+    `column` picks the class of page and token steps, and the chunk within the page.
+    """
+
+    unit: int
+    align: int
+    image: Ints
+    layout: Ints
+    column: Ints
+    chunk: Ints
+    dense: bool  # the rows are all of the image page
+
+
+@dataclass(eq=False)
+class Rearrangement:
+    """One group's way between the layout of `geometry` and its image."""
+
+    geometry: Geometry
+    group: Group
+    image: Image
+    _tables: dict[int, list[RowTable]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        planes = {(plane.layer, plane.kind): plane for plane in self.group.planes}
+        self._lanes = [
+            lane
+            for plane in self.image.planes
+            for lane in self._of_plane(plane, planes[plane.layer, plane.kind])
+        ]
+        steps = {(lane.layout_plane.page, lane.layout_plane.token) for lane in self._lanes}
+        self._classes = {step: index for index, step in enumerate(sorted(steps))}
+
+    def _of_plane(self, image: Plane, layout: Plane) -> Iterator[Lane]:
+        base = self.geometry.regions[layout.region].base + layout.offset
+        for index, head in enumerate(self.image.heads):
+            if index and layout.interior and not layout.head:
+                break  # one span for all heads
+            at = self.group.heads.index(head) * layout.head
+            yield Lane(image.offset + index * image.head, base + at, image, layout)
+
+    def rows(
+        self, start: int, stop: int, pages: Ints, first: int, slab: int, origin: int, *, pack: bool
+    ) -> list[Rows]:
+        """Rows of tokens [start, stop), all present.
+
+        `pages[i]` is the layout's page number `first + i` in token order; the image page that
+        holds token `origin` lies at address `slab`. `pack` copies into the image, else out of it.
+        """
+        tokens = self.image.page_tokens
+        found: list[Rows] = []
+        for low, high, begin, end in _segments(start, stop, tokens):
+            step = math.gcd(tokens, self.group.page_tokens, begin, end)
+            images = np.arange(low, high, dtype=np.int64)
+            at = slab + (images - origin // tokens) * self.image.page_bytes
+            shifts = self._shifts(images, pages, first, step)
+            for table in self._table(step):
+                chosen: slice | Ints = slice(None)
+                whole = end - begin == tokens
+                if not whole:
+                    inside = (table.chunk >= begin // step) & (table.chunk < end // step)
+                    chosen = np.flatnonzero(inside)
+                layout = shifts[:, table.column[chosen]]
+                layout += table.layout[chosen]
+                dense = whole and table.dense
+                image: Ints | int = int(at[0])
+                if not dense:
+                    image = (at[:, None] + table.image[chosen]).ravel()
+                sides = (layout.ravel(), image) if pack else (image, layout.ravel())
+                found.append(Rows(table.unit, table.align, layout.size, *sides))
+        return found
+
+    def _shifts(self, images: Ints, pages: Ints, first: int, step: int) -> Ints:
+        """What page and chunk add to a lane's address: (image pages, classes x chunks)."""
+        chunks = np.arange(0, self.image.page_tokens, step, dtype=np.int64)
+        tokens = images[:, None] * self.image.page_tokens + chunks
+        index, inside = np.divmod(tokens, self.group.page_tokens)
+        # Chunks outside the range have no page and are not looked at.
+        numbers = pages[np.clip(index - first, 0, len(pages) - 1)]
+        return np.hstack([numbers * page + inside * token for page, token in self._classes])
+
+    def _table(self, step: int) -> list[RowTable]:
+        if step not in self._tables:
+            self._tables[step] = list(self._make_tables(step))
+        return self._tables[step]
+
+    def _make_tables(self, step: int) -> Iterator[RowTable]:
+        """One table per length of row."""
+        chunks = self.image.page_tokens // step
+        found: dict[int, list[tuple[Ints, Ints, Ints, Ints]]] = {}
+        for lane in self._lanes:
+            unit, image, layout, chunk = self._of_lane(lane, step)
+            plane = lane.layout_plane
+            column = self._classes[plane.page, plane.token] * chunks + chunk
+            found.setdefault(unit, []).append((image, layout, column, chunk))
+        for unit, members in found.items():
+            image, layout, column, chunk = (
+                np.concatenate(arrays) for arrays in zip(*members, strict=True)
+            )
+            order = np.argsort(image)
+            image = image[order]
+            dense = unit * len(image) == self.image.page_bytes
+            yield RowTable(
+                unit,
+                self._align(unit, step, layout),
+                image,
+                layout[order],
+                column[order],
+                chunk[order],
+                dense,
+            )
+
+    def _of_lane(self, lane: Lane, step: int) -> tuple[int, Ints, Ints, Ints]:
+        """Row length of a lane, and its rows in one image page: image, layout, chunk."""
+        image, layout, element = lane.image_plane, lane.layout_plane, self.geometry.element_bytes
+        if layout.interior:
+            spot = np.array([lane.image]), np.array([lane.layout]), np.zeros(1, np.int64)
+            return layout.page_bytes, *spot
+        unit, inner = _inner(image, layout, step, element)
+        chunks = np.arange(self.image.page_tokens // step, dtype=np.int64)
+        at = lane.image + chunks[:, None] * (step * image.token) + inner[0]
+        spots = np.broadcast_to(lane.layout + inner[1], at.shape)
+        chunk = np.broadcast_to(chunks[:, None], at.shape)
+        return unit, at.ravel(), spots.ravel(), chunk.ravel()
+
+    def _align(self, unit: int, step: int, layout: Ints) -> int:
+        """A divisor of `unit` that divides every difference of two layout addresses."""
+        steps = [number for page, token in self._classes for number in (page, step * token)]
+        return int(np.gcd.reduce(np.array([unit, *steps, *np.unique(layout - layout[0])])))
+
+
+def _inner(image: Plane, layout: Plane, step: int, element: int) -> tuple[int, tuple[Ints, Ints]]:
+    """Row length within a chunk, and where its rows start on both sides."""
+    sizes = {"token": step, "channel": image.width}
+    unit = element
+    for axis in ("channel", "token", "channel"):
+        strides = getattr(image, axis), getattr(layout, axis)
+        if axis in sizes and (sizes[axis] == 1 or strides == (unit, unit)):
+            unit *= sizes.pop(axis)
+    starts = [np.zeros(1, np.int64), np.zeros(1, np.int64)]
+    for axis, size in sizes.items():
+        for side, plane in enumerate((image, layout)):
+            along = np.arange(size, dtype=np.int64) * getattr(plane, axis)
+            starts[side] = (starts[side][:, None] + along).ravel()
+    return unit, (starts[0], starts[1])
+
+
+def _segments(start: int, stop: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+    """[start, stop) as (first page, end page, first token, end token) with equal cuts per page."""
+    low, high = -(-start // tokens), stop // tokens
+    if low > high:  # within one page
+        yield high, low, start - high * tokens, stop - high * tokens
+        return
+    if start < low * tokens:
+        yield low - 1, low, start - (low - 1) * tokens, tokens
+    if low < high:
+        yield low, high, 0, tokens
+    if high * tokens < stop:
+        yield high, high + 1, 0, stop - high * tokens

@@ -1,0 +1,322 @@
+"""One pair of ranks that needs a staging slab: a direct plan to or from an image of one side.
+
+    packed     prefill rearranges its pages into an image of decode's in its own slab, then WRITEs
+               that image into decode's pages
+    unpacked   prefill WRITEs its pages into an image of them in decode's slab, which decode then
+               rearranges into its own pages
+
+So the WRITE is a direct plan between a geometry and one in which groups are replaced by images,
+in one more region, the slab. State pages have no image: they go straight from page to page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from msgspec.structs import replace
+
+from neuron_push.errors import IncompatiblePair, PlanError
+from neuron_push.geometry import Geometry, Group, Region
+from neuron_push.plan.assign import Ask
+from neuron_push.plan.blocks import Blocks
+from neuron_push.plan.copies import Copies, total
+from neuron_push.plan.group import GroupPlan, Table
+from neuron_push.plan.image import Image, image_of
+from neuron_push.plan.pair import Description, PairPlan, check_pair, pair
+from neuron_push.plan.pieces import Pieces
+from neuron_push.plan.rows import Rearrangement
+from neuron_push.transform import Rows
+
+__all__ = ["StagedPlan", "staged"]
+
+# Beyond it a slab would have to hold an absurd number of tokens to be cut at all boundaries.
+MOST_GRAIN: Final = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One group's image in the slab; `offset` counts from the slab's first byte."""
+
+    image: Image
+    way: Rearrangement
+    offset: int
+    pages: int  # that the slab has room for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedPlan:
+    """Everything about one staged pair that no request changes.
+
+    A range travels in pieces of at most `tokens`, cut at multiples of `grain`; each uses one slab
+    of `slab_bytes`. `rows` and `copies` of a piece take the same arguments.
+    """
+
+    way: Literal["packed", "unpacked"]
+    source: Geometry
+    destination: Geometry
+    wire: PairPlan
+    pairs: tuple[GroupPlan, ...]  # the true groups, for what is present on both sides
+    stages: tuple[Stage | None, ...]
+    tokens: int
+    grain: int
+    slab_bytes: int
+    staged_geometry: Geometry  # the side with the slab; its last region is the slab, at address 0
+
+    def start_granularity(self, group: int) -> int:
+        """Token ranges of this group may start at multiples of this (see PairPlan)."""
+        stage = self.stages[group]
+        if stage is None:
+            return self.wire.start_granularity(group)
+        if any(plane.interior for plane in stage.image.planes):
+            return stage.image.page_tokens
+        # What lands in a slab before the range is not looked at.
+        return self.wire.start_granularity(group) if self.way == "packed" else 1
+
+    def geometry(self, slab: Region) -> Geometry:
+        """The side with the slab, for `bind`: its regions and this slab as the last one."""
+        staged = self.staged_geometry
+        return replace(staged, regions=(*staged.regions[:-1], slab))
+
+    def copies(
+        self,
+        start: int,
+        stop: int,
+        source: Sequence[Blocks],
+        destination: Sequence[Blocks],
+        *,
+        last: bool = False,
+    ) -> Copies:
+        """The WRITE of one piece, between a slab that holds it and the other side's pages.
+
+        Raises:
+            PlanError: as PairPlan.copies, or the piece does not fit into a slab.
+        """
+        self._require(start, stop, source, destination)
+        wire = self.wire
+        reserved = wire.source_reserved, wire.destination_reserved
+        parts = []
+        for index, (read, written) in enumerate(zip(source, destination, strict=True)):
+            plan, stage = wire.groups[index], self.stages[index]
+            if stage is None:
+                if last and plan.source.kind == "state":
+                    parts += plan.state_parts(read, written, reserved)
+                continue
+            step = plan.granularity
+            for low, high in self._present(index, start, stop, read, written):
+                # Pages that cannot be cut go whole: into a slab, or where a window begins and
+                # nobody looks at what lies before.
+                low -= low % step
+                lists = self._lists(stage, start, low, high, read, written)
+                parts += plan.parts(low, high, *lists, reserved)
+        return total(parts)
+
+    def rows(
+        self,
+        start: int,
+        stop: int,
+        source: Sequence[Blocks],
+        destination: Sequence[Blocks],
+        slab: int,
+    ) -> list[Rows]:
+        """What packing (before the WRITE) or unpacking (after it) copies; `slab` is an address."""
+        self._require(start, stop, source, destination)
+        packed = self.way == "packed"
+        found: list[Rows] = []
+        for index, stage in enumerate(self.stages):
+            if stage is None:
+                continue
+            lists = source[index], destination[index]
+            own = lists[0] if packed else lists[1]
+            geometry = self.source if packed else self.destination
+            group = geometry.groups[index]
+            table = Table.of(own, group, geometry.reserved_blocks, self.way)
+            for low, high in self._present(index, start, stop, *lists):
+                place = slab + stage.offset
+                found += stage.way.rows(
+                    low, high, table.pages, table.first, place, start, pack=packed
+                )
+        return found
+
+    def describe(self) -> Description:
+        """Way, copies and bytes of the WRITEs for a long prompt in scattered blocks."""
+        return {**self.wire.describe(), "way": self.way}
+
+    def _require(
+        self, start: int, stop: int, source: Sequence[Blocks], destination: Sequence[Blocks]
+    ) -> None:
+        if not 0 <= start <= stop:
+            raise PlanError(f"token range {start} to {stop} is malformed")
+        if not len(source) == len(destination) == len(self.stages):
+            raise PlanError(
+                f"block lists for {len(source)} and {len(destination)} groups, not "
+                f"{len(self.stages)}"
+            )
+        for index, stage in enumerate(self.stages):
+            if stage is None:
+                continue
+            tokens = stage.image.page_tokens
+            if -(-stop // tokens) - start // tokens > stage.pages:
+                raise PlanError(f"tokens {start} to {stop} do not fit into a slab")
+            if inside := start % self.start_granularity(index):
+                raise PlanError(
+                    f"the range starts at token {start}, inside a page that cannot be cut; start "
+                    f"at the page boundary, token {start - inside}"
+                )
+
+    def _present(
+        self, index: int, start: int, stop: int, read: Blocks, written: Blocks
+    ) -> list[tuple[int, int]]:
+        """Ranges of [start, stop) that both sides hold."""
+        if start == stop:
+            return []
+        reserved = self.source.reserved_blocks, self.destination.reserved_blocks
+        fragments, _ = self.pairs[index].present(start, stop, read, written, reserved)
+        if int(fragments.tokens.sum()) == stop - start:
+            return [(start, stop)]
+        return _ranges(start, stop, read, written, self.pairs[index], reserved)
+
+    def _lists(
+        self, stage: Stage, start: int, low: int, high: int, read: Blocks, written: Blocks
+    ) -> tuple[Blocks, Blocks]:
+        """Block lists for the WRITE of [low, high): the image's pages lie in the slab in order."""
+        tokens = stage.image.page_tokens
+        first, end = low // tokens, -(-high // tokens)
+        reserved = self.staged_geometry.reserved_blocks
+        ids = np.arange(first, end, dtype=np.int32) - start // tokens + reserved
+        slab = Blocks(first, ids)
+        return (slab, written) if self.way == "packed" else (read, slab)
+
+
+def _ranges(
+    start: int,
+    stop: int,
+    read: Blocks,
+    written: Blocks,
+    plan: GroupPlan,
+    reserved: tuple[int, int],
+) -> list[tuple[int, int]]:
+    """Maximal ranges of tokens whose pages are no holes on either side."""
+    tables = (
+        Table.of(read, plan.source, reserved[0], "prefill"),
+        Table.of(written, plan.destination, reserved[1], "decode"),
+    )
+    step = math.gcd(tables[0].tokens, tables[1].tokens)
+    chunks = np.arange(start // step, -(-stop // step), dtype=np.int64)
+    held = np.ones(len(chunks) + 2, bool)
+    held[0] = held[-1] = False
+    for table in tables:
+        held[1:-1] &= table.at(chunks * step // table.tokens) >= 0
+    edges = np.flatnonzero(held[1:] != held[:-1]) + start // step
+    return [
+        (max(start, int(low) * step), min(stop, int(high) * step))
+        for low, high in edges.reshape(-1, 2)
+    ]
+
+
+def staged(
+    source: Geometry,
+    destination: Geometry,
+    ask: Ask,
+    way: Literal["packed", "unpacked"],
+    slab_bytes: int,
+    *,
+    min_run: int,
+) -> StagedPlan:
+    """Plan for slabs of `slab_bytes` on the side that reorders.
+
+    Raises:
+        IncompatiblePair: no order of bytes would help, the other side's own runs are shorter than
+            `min_run`, or a slab holds too few tokens.
+    """
+    check_pair(source, destination, ask)
+    element = source.element_bytes
+    pairs = [
+        GroupPlan(mine, theirs, ())
+        for mine, theirs in zip(source.groups, destination.groups, strict=True)
+    ]
+    shown, own = (destination, source) if way == "packed" else (source, destination)
+    images: list[Image | None] = []
+    for plan, heads, group in zip(pairs, ask.heads, shown.groups, strict=True):
+        pieces = Pieces(plan.source, plan.destination, heads, element)
+        layers = frozenset(match.layer for _, match, _ in pieces.matches()) if heads else None
+        image = None
+        if layers and group.kind != "state":
+            pieces.check()
+            image = image_of(group, heads, layers, element)
+        images.append(image)
+    grain = _grain(images, pairs)
+    tokens = slab_bytes // max(1, _bytes(images, grain)) * grain
+    if not tokens:
+        raise IncompatiblePair(
+            f"a staging slab of {slab_bytes} bytes is less than the {_bytes(images, grain)} that "
+            f"{grain} tokens take; raise staging_slab_bytes"
+        )
+    stages: list[Stage | None] = []
+    offset = 0
+    for image, group in zip(images, own.groups, strict=True):
+        if image is None:
+            stages.append(None)
+            continue
+        pages = tokens // image.page_tokens
+        stages.append(Stage(image, Rearrangement(own, group, image), offset, pages))
+        offset += pages * image.page_bytes
+    view = _with_images(own, shown, stages, offset)
+    ends = (view, destination) if way == "packed" else (source, view)
+    return StagedPlan(
+        way=way,
+        source=source,
+        destination=destination,
+        wire=pair(*ends, ask, min_run=min_run),
+        pairs=tuple(pairs),
+        stages=tuple(stages),
+        tokens=tokens,
+        grain=grain,
+        slab_bytes=offset,
+        staged_geometry=view,
+    )
+
+
+def _grain(images: Sequence[Image | None], pairs: Sequence[GroupPlan]) -> int:
+    """Tokens at which pieces are cut: at every image page, and at opaque pages of either side."""
+    grain = math.lcm(*(image.page_tokens for image in images if image))
+    if grain > MOST_GRAIN:
+        raise IncompatiblePair(f"pages meet only every {grain} tokens, too many for a slab")
+    return grain
+
+
+def _bytes(images: Sequence[Image | None], tokens: int) -> int:
+    return sum(tokens // image.page_tokens * image.page_bytes for image in images if image)
+
+
+def _with_images(
+    own: Geometry, shown: Geometry, stages: Sequence[Stage | None], length: int
+) -> Geometry:
+    """`own` with images of `shown`'s pages in place of its groups, in one more region."""
+    region = len(own.regions)
+    slab = Region(0, length, own.regions[0].memory, own.regions[0].device)
+    groups: list[Group] = []
+    for stage, group, model in zip(stages, own.groups, shown.groups, strict=True):
+        if stage is None:
+            groups.append(group)
+            continue
+        image = stage.image
+        # Block ids below `reserved_blocks` are holes: the first page has that number.
+        shift = stage.offset - own.reserved_blocks * image.page_bytes
+        planes = tuple(
+            replace(plane, region=region, offset=plane.offset + shift) for plane in image.planes
+        )
+        groups.append(
+            replace(
+                model,
+                block_tokens=image.page_tokens,
+                page_tokens=image.page_tokens,
+                num_blocks=stage.pages + own.reserved_blocks,
+                heads=image.heads,
+                planes=planes,
+            )
+        )
+    return replace(own, regions=(*own.regions, slab), groups=tuple(groups))

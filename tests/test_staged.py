@@ -1,0 +1,314 @@
+"""Staged ways are proved like direct ones: carried out on real memory, read back by the oracle."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from neuron_push.errors import IncompatiblePair, PlanError
+from neuron_push.geometry import GeometryError
+from neuron_push.plan import Blocks, Means, decide, staged
+from tests import fleet, oracle
+from tests.test_plan import STRIDED, block_list, falsify
+
+# Every layout that keeps whole elements; packed ones go only to themselves.
+ELEMENTS = (*STRIDED, "vec", "transposed", "tiled")
+PROVE = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLAB = 1 << 20
+
+
+def moved(prefill, decode, start, stop, choose, **options):
+    """Fill prefill, push, compare decode; returns what push_by returns."""
+    for cache in prefill.caches:
+        oracle.fill(cache, prefill.blocks, prefill.block_tokens, prefill.first, stop)
+    before = [oracle.snapshot(cache) for cache in decode.caches]
+    done = fleet.push_by(prefill, decode, start, stop, choose, **options)
+    for cache, was in zip(decode.caches, before, strict=True):
+        oracle.compare(cache, was, decode.blocks, decode.block_tokens, decode.first, start, stop)
+    return done
+
+
+@st.composite
+def cases(draw):
+    """Any two layouts of whole elements, any shapes, a way, and slabs from tight to ample."""
+    names = [draw(st.sampled_from(ELEMENTS)) for _ in "pd"]
+    sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 32, 48])
+    tokens = [draw(sizes), draw(sizes)]
+    per_block = [draw(st.sampled_from([1, 1, 2, 3])) for _ in "pd"]
+    stop = draw(st.integers(1, 120))
+    start = draw(st.integers(0, stop - 1))
+    way = draw(st.sampled_from(["packed", "unpacked"]))
+    if way == "packed" and names[1] in ("vec", "transposed", "tiled"):
+        start -= start % tokens[1]
+    heads = draw(st.sampled_from([1, 2, 4]))
+    layers = draw(st.integers(1, 3))
+    shape = {"heads": heads, "layers": layers, "width": draw(st.integers(1, 5))}
+    engines = [
+        fleet.engine(
+            name,
+            tokens=size,
+            per_block=factor,
+            blocks=draw(block_list(size * factor, stop)),
+            degree=draw(st.sampled_from([1, 2, 4])),
+            stages=draw(st.integers(1, layers)) if side == 0 else 1,
+            **shape,
+        )
+        for side, (name, size, factor) in enumerate(zip(names, tokens, per_block, strict=True))
+    ]
+    slab = draw(st.sampled_from([1 << 12, 1 << 14, 1 << 20]))
+    return engines, start, stop, way, slab
+
+
+def by(way, slab=SLAB):
+    """Staged, whether or not a direct way exists."""
+    return lambda *sides: staged(*sides, way, slab, min_run=1)
+
+
+def decided(means):
+    return lambda *sides: decide(*sides, means)
+
+
+@PROVE
+@given(cases())
+def test_every_wanted_element_arrives_once_by_either_way(case):
+    (prefill, decode), start, stop, way, slab = case
+    try:
+        done = moved(prefill, decode, start, stop, by(way, slab))
+    except IncompatiblePair as error:
+        assume("raise staging_slab_bytes" not in str(error))
+        raise
+    assert {plan.way for plan, _ in done} == {way}
+    assert all(plan.slab_bytes <= slab for plan, _ in done)
+
+
+# -- how many copies, and how large the rows -------------------------------------------------
+
+
+def one(prefill, decode, way, stop, slab=SLAB, start=0):
+    """The only pair: (plan, copies per piece, [(unit, rows) per piece])."""
+    ((plan, pieces),) = moved(prefill, decode, start, stop, by(way, slab))
+    counts = [copies.count for copies, _ in pieces]
+    sizes = [[(part.unit, part.count) for part in rows] for _, rows in pieces]
+    return plan, counts, sizes
+
+
+def neuron_and_interleaved(heads=2, decode=16):
+    prefill = fleet.engine("neuron", tokens=32, blocks=[2, 3, 1], heads=heads, width=4)
+    blocks = [5, 2, 4, 1, 6, 3][: 96 // decode]
+    return prefill, fleet.engine("interleaved", tokens=decode, blocks=blocks, heads=heads, width=4)
+
+
+def test_a_packed_slab_is_written_as_whole_pages():
+    plan, counts, sizes = one(*neuron_and_interleaved(), "packed", 96)
+    # Two layers of six scattered blocks; K and V rows of every head in one call.
+    assert counts == [2 * 6] and plan.wire.describe()["run_bytes"] == 16 * 2 * 2 * 4 * 4
+    assert sizes == [[(16, 96 * 2 * 2 * 2)]]
+
+
+def test_an_unpacked_slab_receives_whole_pages():
+    plan, counts, sizes = one(*neuron_and_interleaved(), "unpacked", 96)
+    # K and V of two layers of three scattered blocks.
+    assert counts == [4 * 3] and plan.wire.describe()["run_bytes"] == 32 * 2 * 4 * 4
+    assert sizes == [[(16, 96 * 2 * 2 * 2)]]
+
+
+def test_rows_join_tokens_where_both_sides_do():
+    prefill = fleet.engine("neuron", tokens=16, blocks=[3, 1, 2], heads=1, layers=1, width=4)
+    decode = fleet.engine("neuron", tokens=48, blocks=[1], heads=1, layers=1, width=4)
+    _, counts, sizes = one(prefill, decode, "packed", 48)
+    assert counts == [2]  # direct would be six
+    assert sizes == [[(16 * 4 * 4, 6)]]
+
+
+def test_a_range_is_cut_to_slabs():
+    prefill, decode = neuron_and_interleaved()
+    token = 2 * 2 * 2 * 4 * 4
+    plan, counts, _ = one(prefill, decode, "packed", 96, slab=40 * token)
+    assert (plan.grain, plan.tokens, plan.slab_bytes) == (16, 32, 32 * token)
+    assert counts == [4, 4, 4]
+
+
+def test_a_page_of_a_whole_sequence_is_cut_for_the_slab():
+    prefill = fleet.engine("contiguous", tokens=4096, blocks=[1], heads=1, layers=1)
+    decode = fleet.engine("interleaved", tokens=16, blocks=[4, 1, 3, 2], heads=1, layers=1)
+    plan, counts, _ = one(prefill, decode, "unpacked", 64, slab=1 << 16)
+    assert plan.grain == 512 and counts == [2]
+
+
+@pytest.mark.parametrize("way", ["packed", "unpacked"])
+def test_all_blocks_contiguous_or_not_the_image_is_dense(way):
+    prefill, decode = neuron_and_interleaved(heads=1)
+    lists = prefill.lists, decode.lists
+    plan = by(way)(
+        prefill.geometries[0], decode.geometries[0], fleet.everything(decode.geometries[0])
+    )
+    (rows,) = plan.rows(0, 96, *lists, 4096)
+    assert (rows.destination if way == "packed" else rows.source) == 4096
+    assert rows.nbytes == plan.copies(0, 96, *lists).nbytes
+
+
+# -- groups --------------------------------------------------------------------------------
+
+
+def sliding(layout, size, stop, window, blocks):
+    oldest = stop - window
+    held = [0 if (i + 1) * size <= oldest else block for i, block in enumerate(blocks)]
+    return fleet.engine(layout, tokens=size, blocks=held, kind="sliding", spare=3)
+
+
+@PROVE
+@given(st.data(), st.sampled_from(["packed", "unpacked"]))
+def test_a_sliding_window_moves_only_what_both_sides_hold(data, way):
+    sizes = [data.draw(st.sampled_from([4, 8, 12])) for _ in "pd"]
+    stop = data.draw(st.integers(20, 90))
+    window = data.draw(st.integers(1, stop))
+    names = data.draw(st.sampled_from(["neuron", "vec"])), "interleaved"
+    prefill, decode = (
+        sliding(name, size, stop, window, data.draw(block_list(size, stop)))
+        for name, size in zip(names, sizes, strict=True)
+    )
+    oracle.fill(prefill.caches[0], prefill.blocks, sizes[0], 0, stop)
+    before = oracle.snapshot(decode.caches[0])
+    fleet.push_by(prefill, decode, 0, stop, by(way, 1 << 12))
+
+    def at_both(token):
+        return oracle.place(prefill.caches[0], prefill.blocks, sizes[0], 0, token) is not None
+
+    oracle.compare(decode.caches[0], before, decode.blocks, sizes[1], 0, 0, stop, at_both)
+
+
+@pytest.mark.parametrize("way", ["packed", "unpacked"])
+def test_packed_keys_go_through_a_slab_beside_values_that_need_it(way):
+    """Packed fp8 keys are copied whole, values in another order are taken apart."""
+    prefill, decode = (
+        fleet.engine("fp8", tokens=16, blocks=ids, heads=2) for ids in ([2, 3, 1], [1, 2, 3])
+    )
+    _, _, sizes = one(prefill, decode, way, 40)
+    assert {unit for unit, _ in sizes[0]} >= {16 * 3 * 4}
+
+
+def test_a_start_inside_a_page_that_cannot_be_cut_is_refused_where_it_matters():
+    packed = (
+        fleet.engine("fp8", tokens=16, blocks=[1, 2]),
+        fleet.engine("fp8", tokens=16, blocks=[1, 2]),
+    )
+    with pytest.raises(PlanError, match="start at the page boundary, token 16"):
+        one(*packed, "unpacked", 32, start=20)
+    transposed = fleet.engine("vec", tokens=16, blocks=[1, 2])
+    plain = fleet.engine("interleaved", tokens=16, blocks=[1, 2])
+    one(transposed, plain, "unpacked", 32, start=20)  # lands in the slab with what is before it
+    one(plain, transposed, "unpacked", 32, start=20)
+    with pytest.raises(PlanError, match="start at the page boundary, token 16"):
+        one(plain, transposed, "packed", 32, start=20)
+
+
+def test_a_piece_that_does_not_fit_into_a_slab_is_an_error():
+    prefill, decode = neuron_and_interleaved()
+    sides = prefill.geometries[0], decode.geometries[0]
+    plan = by("packed", 1 << 13)(*sides, fleet.everything(sides[1]))
+    assert plan.tokens < 96
+    for plans in (plan.copies, lambda *a: plan.rows(*a, 4096)):
+        with pytest.raises(PlanError, match="do not fit into a slab"):
+            plans(0, 96, prefill.lists, decode.lists)
+        with pytest.raises(PlanError, match="malformed"):
+            plans(5, 4, prefill.lists, decode.lists)
+        with pytest.raises(PlanError, match="block lists for 2 and 1 groups"):
+            plans(0, 4, prefill.lists * 2, decode.lists)
+        with pytest.raises(PlanError, match="whose block prefill does not hold"):
+            plans(0, 16, [Blocks(0, np.array([0], np.int32))], decode.lists)
+
+
+# -- which way -----------------------------------------------------------------------------
+
+
+def way_of(prefill, decode, **means):
+    sides = prefill.geometries[0], decode.geometries[0]
+    return decide(*sides, fleet.everything(sides[1]), Means(**means))
+
+
+def both_slabs(**more):
+    return {"prefill_slab": SLAB, "decode_slab": SLAB, **more}
+
+
+def test_long_runs_go_direct():
+    prefill, decode = (fleet.engine("neuron", tokens=16, blocks=[1]) for _ in "pd")
+    plan = way_of(prefill, decode, **both_slabs())
+    assert plan.way == "direct" and plan.grain == 16
+
+
+def test_short_runs_go_through_the_side_that_can_reorder():
+    sides = neuron_and_interleaved()
+    assert way_of(*sides, prefill_slab=SLAB).way == "packed"
+    assert way_of(*sides, decode_slab=SLAB).way == "unpacked"
+    # Decode's pages hold K and V side by side: half as many copies, if they are as large.
+    assert way_of(*sides, **both_slabs()).way == "packed"
+    assert way_of(*neuron_and_interleaved(decode=32), **both_slabs()).way == "packed"
+    assert way_of(*sides, min_run=16).way == "direct"
+
+
+def test_too_many_copies_go_through_a_slab_if_that_makes_them_fewer():
+    small = fleet.engine("neuron", tokens=2, blocks=[1], heads=1)
+    large = fleet.engine("neuron", tokens=64, blocks=[1], heads=1)
+    few = {"most_copies": 1000}
+    assert way_of(small, large, **few).way == "direct"  # nobody can
+    assert way_of(small, large, **both_slabs()).way == "direct"  # not too many
+    assert way_of(small, large, prefill_slab=SLAB, **few).way == "packed"
+    assert way_of(large, small, decode_slab=SLAB, **few).way == "unpacked"
+    assert way_of(small, large, decode_slab=SLAB, **few).way == "direct"  # no fewer
+    assert way_of(small, large, decode_slab=10, **few).way == "direct"  # no room
+
+
+def test_a_refusal_says_why_for_each_way():
+    with pytest.raises(IncompatiblePair) as caught:
+        way_of(*neuron_and_interleaved())
+    assert str(caught.value) == (
+        "no way to copy: K of layer 0: the longest run common to both sides is 16 bytes, less "
+        "than 2048 (a token is 16 bytes after the previous one on prefill and 32 on decode); "
+        "prefill cannot pack: it does not reorder; decode cannot unpack: it does not reorder"
+    )
+    with pytest.raises(IncompatiblePair, match="a staging slab of 100 bytes is less than"):
+        way_of(*neuron_and_interleaved(), decode_slab=100)
+
+
+def test_pages_that_meet_too_rarely_are_refused():
+    prefill = fleet.engine("transposed", tokens=20_000, blocks=[1], heads=1, layers=1, width=1)
+    decode = fleet.engine("interleaved", tokens=16, blocks=[1], heads=1, layers=1, width=1)
+    with pytest.raises(IncompatiblePair, match="pages meet only every 20000 tokens"):
+        way_of(prefill, decode, decode_slab=SLAB)
+
+
+def test_opaque_pages_are_never_taken_apart():
+    amx = fleet.engine("amx", tokens=16, blocks=[1])
+    plain = fleet.engine("interleaved", tokens=16, blocks=[1])
+    for sides in ((amx, plain), (plain, amx)):
+        with pytest.raises(IncompatiblePair, match="never taken apart"):
+            way_of(*sides, **both_slabs())
+        for way in ("packed", "unpacked"):
+            with pytest.raises(IncompatiblePair, match="never taken apart"):
+                moved(*sides, 0, 16, by(way))
+
+
+# -- mutation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layouts", [("neuron", "interleaved"), ("vec", "nhd"), ("block", "vec")])
+@pytest.mark.parametrize("way", ["packed", "unpacked"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("field", ["offset", "page", "head", "token", "channel"])
+@pytest.mark.parametrize("change", [-4, 0, 4])
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_wrong_number_on_either_side_is_refused_or_seen(layouts, way, side, field, change, index):
+    options = {"tokens": 4, "blocks": [3, 1, 2], "spare": 1, "heads": 2, "width": 4}
+    prefill, decode = (fleet.engine(layout, **options) for layout in layouts)
+
+    def spoil(which, true):
+        return falsify(true, index, field, change) if which == side else true
+
+    def attempt():
+        moved(prefill, decode, 0, 11, by(way), spoil=spoil)
+
+    if change == 0:
+        attempt()
+        return
+    with pytest.raises((AssertionError, GeometryError, IncompatiblePair, PlanError)):
+        attempt()
