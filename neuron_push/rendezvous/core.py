@@ -95,7 +95,7 @@ class Core:
             WriteEnded: self._write_ended,
         }
         self._messages: dict[type, Callable[[Link, Any, float], None]] = {
-            Register: self.producer.on_register,
+            Register: self._register,
             Cancel: self.producer.on_cancel,
             Registered: self.consumer.on_message,
             Soon: self.consumer.on_message,
@@ -251,6 +251,14 @@ class Core:
             self._messages[kind](link, event.message, now)
         if not meant:
             self._context.count("stale_messages", label=kind.__name__)
+
+    def _register(self, link: Link, message: Register, now: float) -> None:
+        if message.link > link.hello:
+            # Ours comes from a hello that was overtaken, and the peer's link is gone here: fall
+            # silent, so that it notices and greets again.
+            self._lose(link, "it speaks over a link that is gone", now)
+        else:
+            self.producer.on_register(link, message, now)
 
     def _moved_peer(self, link: Link, message: Move, now: float) -> None:
         self.links.moved_to(link, AgentName(message.agent), message.metadata)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from neuron_push.config import Config
-from neuron_push.protocol import Address, EngineInfo, Refusal, decode_notification, encode
+from neuron_push.protocol import Address, EngineInfo, Refusal
 from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous import events as ev
 from tests.rendezvous.shapes import SEMANTICS
@@ -57,7 +57,7 @@ class Write:
 
 @dataclass(eq=False)
 class Process:
-    """One worker rank: its core, what the driver knows, and its place in the world."""
+    """One worker rank: its core and what the driver knows."""
 
     world: object
     engine: object
@@ -80,8 +80,6 @@ class Process:
 
     def __repr__(self):
         return f"{self.engine.name}/{self.rank}/{self.incarnation}"
-
-    # -------------------------------------------------------------------- events
 
     def later(self, delay, event, *, if_open=None):
         """Hand an event to the core after a delay, unless this process dies; wait while frozen.
@@ -252,9 +250,6 @@ class Process:
             else:
                 write.ghost = self.world.memory.snapshot(write)
 
-    def info(self):
-        return self.engine.info()
-
 
 def land(write, index):
     """Land one piece if the target's and the writer's generation are open."""
@@ -293,11 +288,6 @@ def end(write, event):
         writer.feed(event)
 
     writer.when_awake(see)
-
-
-def wire(message):
-    """A message as its receiver sees it."""
-    return decode_notification(encode(message))
 
 
 def engine_info(engine, role, ranks):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_push.protocol import Match
+from neuron_push.protocol import Hello, Match
+from neuron_push.rendezvous.events import HelloArrived, Unreachable
 from tests.rendezvous.net import CONFIG, Faults
 from tests.rendezvous.shapes import Shape
 from tests.rendezvous.world import World
@@ -48,6 +49,22 @@ def test_an_idle_link_to_the_same_engine_is_used_on():
     assert world.counts["links_lost", ""] == 0
     (link,) = world.engines["D0"].processes[0].core.links
     assert link.hello == 1
+
+
+def test_a_hello_that_was_overtaken_does_not_mute_a_pair_for_ever():
+    world = pair()
+    request(world, 1)
+    prefill, decode = (world.engines[name].processes[0] for name in ("P0", "D0"))
+    (link,) = prefill.core.links
+    me, agent = decode.identity, decode.open[0]
+    late = Hello(me.engine, 0, me.incarnation, 0, me.semantics, me.geometry, agent,
+                 agent.encode(), ((0, 1, 2, 3),), 1)  # fmt: skip
+    prefill.feed(Unreachable(link.agent, "injected"))
+    prefill.feed(HelloArrived((decode, -1, True), late))
+    assert request(world, 2).reported == {}
+    world.run(2 * CONFIG.silence)
+    assert request(world, 3).reported == {0: True}
+    world.settle_down()
 
 
 def test_many_restarts_leave_nothing_behind():

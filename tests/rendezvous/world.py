@@ -12,10 +12,11 @@ import itertools
 import random
 from collections import Counter, deque
 
+from neuron_push.protocol import decode_notification, encode
 from neuron_push.rendezvous import events as ev
 from tests.rendezvous.engines import Engine
 from tests.rendezvous.memory import Memory
-from tests.rendezvous.net import CONFIG, Faults, wire
+from tests.rendezvous.net import CONFIG, Faults
 from tests.rendezvous.shapes import Shape
 
 
@@ -99,7 +100,8 @@ class World:
             if not self.faults.reorder:
                 when = max(when, self._last_delivery.get((sender, target), 0.0))
                 self._last_delivery[sender, target] = when
-            self.at(when - self.now, lambda: self._arrive(sender, target, wire(message)))
+            copy = decode_notification(encode(message))
+            self.at(when - self.now, lambda m=copy: self._arrive(sender, target, m))
 
     def _arrive(self, sender, target, message):
         entry = self.agents.get(target)
