@@ -31,6 +31,7 @@ class Group:
 
 COMMANDS: Final[Mapping[str, Command | Group]] = {
     "demo": Command("neuron_push.demo.command", "push KV between two real engines, and compare"),
+    "emulate": Command("neuron_push.emulation.command", "start a fleet of emulated engines"),
     "router": Command("neuron_push.router.command", "serve through prefill/decode pairs"),
     "bench": Group(
         {

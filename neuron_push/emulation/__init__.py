@@ -15,7 +15,9 @@ worker       the vLLM worker class
 accelerator  host memory with the fences of the writer
 cost         modelled durations, profiles with their sources
 report       what a worker has seen, as files
-fleet        `neuron-push emulate`
+environments pythons with other versions of vLLM, made on demand
+fleet        fleets as a file describes them
+command      `neuron-push emulate`
 
 Only `platform`, `layers`, `runners` and `worker` import vLLM.
 """

@@ -1,0 +1,140 @@
+"""matrix.yaml -> cells.
+
+A side is written `device[/tpN][/bN][@version]`: trn2, p5en/tp2, trn2/b48@0.29.0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from neuron_push.emulation.devices import DEVICES
+from neuron_push.errors import ConfigError
+
+TIERS = ("pr", "merge", "nightly")
+_SIDE = re.compile(
+    r"(?P<device>\w+)(/tp(?P<tp>\d+))?(/b(?P<block>\d+))?(@(?P<vllm>\d+\.\d+\.\d+))?"
+)
+
+Load = Literal["shapes", "burst", "prefix", "aborts"]
+Connector = Literal["neuron-push", "vllm-push", "vllm-pull"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine of a cell, prefill or decode."""
+
+    device: str
+    tp: int
+    block: int
+    vllm: str
+
+    @classmethod
+    def parse(cls, text: str, default: str) -> Side:
+        found = _SIDE.fullmatch(text)
+        if found is None or found["device"] not in DEVICES:
+            raise ConfigError(f"{text!r} is not device[/tpN][/bN][@version]")
+        block = int(found["block"] or DEVICES[found["device"]].block_tokens)  # type: ignore[index]
+        return cls(found["device"], int(found["tp"] or 1), block, found["vllm"] or default)
+
+    def __str__(self) -> str:
+        return f"{self.device}/tp{self.tp}/b{self.block}@{self.vllm}"
+
+
+class CellSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cells in matrix.yaml: every combination of the lists."""
+
+    prefill: list[str]
+    decode: list[str]
+    tiers: list[Literal["pr", "merge", "nightly"]]
+    model: tuple[str, ...] = ("tiny-gqa",)
+    connector: tuple[Connector, ...] = ("neuron-push",)
+    mode: tuple[Literal["push", "pull"], ...] = ("push",)
+    prefix_caching: tuple[bool, ...] = (True,)
+    runner: tuple[Literal["gpu-v2", "gpu-v1", "cpu"], ...] = ("gpu-v2",)
+    load: tuple[Load, ...] = ("shapes", "burst")
+    same_side: bool = False
+    """Only combinations whose two sides are alike."""
+
+
+class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file."""
+
+    default_vllm: str
+    untranslated: list[list[str]]
+    """Pairs of devices whose page interiors differ."""
+    untranslated_models: list[str]
+    """Models for which that matters."""
+    cells: list[CellSpec]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination that either works or does not."""
+
+    prefill: Side
+    decode: Side
+    model: str
+    connector: str
+    mode: str
+    prefix_caching: bool
+    runner: str
+    load: tuple[str, ...]
+    may_refuse: bool
+
+    @property
+    def name(self) -> str:
+        words = [self.model, self.connector, self.mode, *self.load]
+        words += [] if self.prefix_caching else ["no-prefix-cache"]
+        words += [] if self.runner == "gpu-v2" else [self.runner]
+        return f"{self.prefill} > {self.decode} {' '.join(words)}"
+
+
+def read(path: Path) -> MatrixSpec:
+    """Raises ConfigError saying what is wrong with the file."""
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=MatrixSpec)
+    except (msgspec.DecodeError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def cells(matrix: MatrixSpec, tier: str) -> list[Cell]:
+    """Cells of a tier and of the tiers it includes, each once, in the file's order."""
+    included = TIERS[: TIERS.index(tier) + 1]
+    found: dict[str, Cell] = {}
+    for spec in matrix.cells:
+        if set(spec.tiers) & set(included):
+            for cell in _expand(matrix, spec):
+                found.setdefault(cell.name, cell)
+    return list(found.values())
+
+
+def _expand(matrix: MatrixSpec, spec: CellSpec) -> Iterator[Cell]:
+    for prefill, decode, model, connector, mode, caching, runner in itertools.product(
+        spec.prefill, spec.decode, spec.model, spec.connector, spec.mode, spec.prefix_caching,
+        spec.runner,
+    ):  # fmt: skip
+        sides = [Side.parse(text, matrix.default_vllm) for text in (prefill, decode)]
+        if spec.same_side and sides[0] != sides[1]:
+            continue
+        pair: Any = [side.device for side in sides]
+        may_refuse = pair in matrix.untranslated and model in matrix.untranslated_models
+        yield Cell(
+            sides[0], sides[1], model, connector, mode, caching, runner, spec.load,
+            may_refuse,
+        )  # fmt: skip
+
+
+def select(found: list[Cell], only: list[str]) -> list[Cell]:
+    """Cells whose names hold every word of one of the `only` texts."""
+    if not only:
+        return found
+    return [
+        cell for cell in found if any(all(w in cell.name for w in text.split()) for text in only)
+    ]

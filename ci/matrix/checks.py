@@ -1,0 +1,201 @@
+"""Runs one cell's load through its engines and says what does not hold."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ci.matrix import load
+from ci.matrix.cells import Cell
+from ci.matrix.load import Place, Request
+from neuron_push.emulation import pattern
+from neuron_push.emulation.fleet import SERVED, EmulatedEngine
+from neuron_push.processes import HOST
+
+REST = 40.0
+# What an engine says when it will not work with another one.
+READABLE = re.compile(r"KV not received: (.*refused.*)")
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """An emulated engine as a place to ask."""
+
+    engine: EmulatedEngine
+    host: str = HOST
+    served: str = SERVED
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    @property
+    def side_port(self) -> int:
+        return self.engine.side_port
+
+    @property
+    def tp(self) -> int:
+        return self.engine.spec.tp
+
+    def totals(self) -> dict[str, int]:
+        """Counts over all ranks; one is enough for tokens, as every rank sees them all."""
+        ranks = self.engine.summaries()
+        summed = ("wrong_rows", "writes_early", "writes_late", "bytes_checked")
+        first = ("context_tokens", "prefill_tokens", "steps")
+        return {name: sum(rank[name] for rank in ranks) for name in summed} | {
+            name: ranks[0][name] for name in first
+        }
+
+
+@dataclass
+class Verdict:
+    """`problems` empty: the cell holds. `refusal`: what the engines said instead of working."""
+
+    problems: list[str]
+    refusal: str
+    figures: dict[str, Any]
+
+
+def run(cell: Cell, prefill: Emulated, decode: Emulated) -> Verdict:
+    """An emulated cell."""
+    marks = prefill.totals(), decode.totals()
+    place = decode.engine.log
+    start = place.stat().st_size if place.exists() else 0
+    requests = _send(cell, prefill, decode)
+    refusal = _refusal(place, start)
+    failed = [request for request in requests if request.error and not request.give_up_after]
+    if refusal and len(failed) == len(requests):
+        return Verdict([], refusal, {"requests": len(requests)})
+    problems = [f"{len(failed)} failed, first: {failed[0].error}"] if failed else []
+    problems += _inexact(requests)
+    problems += _left([prefill, decode])
+    now = _settled(prefill, decode)
+    deltas = [
+        {name: after[name] - before[name] for name in after}
+        for before, after in zip(marks, now, strict=True)
+    ]
+    problems += _seen(cell, requests, *deltas)
+    return Verdict(problems, "", _figures(requests, *deltas))
+
+
+def hardware(cell: Cell, prefill: Place, decode: Place) -> Verdict:
+    """A cell on real nodes: what one engine answers alone is what the pair must answer."""
+    requests = _send(cell, prefill, decode)
+    failed = [request for request in requests if request.error and not request.give_up_after]
+    problems = [f"{len(failed)} failed, first: {failed[0].error}"] if failed else []
+    for request in [r for r in requests if r.answer is not None][:16]:
+        single = Request(request.prompt, request.count)
+        asyncio.run(load.alone(prefill, single))
+        if single.answer != request.answer:
+            problems.append(f"prompt of {len(request.prompt)}: not what one engine answers")
+    problems += _left([prefill, decode])
+    return Verdict(problems, "", {"requests": len(requests)})
+
+
+def _send(cell: Cell, prefill: Place, decode: Place) -> list[Request]:
+    """All of the cell's load, unless the first request already shows that nothing works."""
+    requests: list[Request] = []
+    for kind in cell.load:
+        batches = load.batches(kind, cell.decode.block, cell.name)
+        if not requests:
+            probe = load.Batch([Request(list(load.ALPHABET), 4)])
+            asyncio.run(load.run([probe], prefill, decode, cell.mode))
+            requests += probe.requests
+            if requests[0].error:
+                return requests
+        asyncio.run(load.run(batches, prefill, decode, cell.mode))
+        requests += load.flat(batches)
+    return requests
+
+
+def _refusal(log: Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(start)
+        found = READABLE.search(file.read().decode(errors="replace"))
+    return found[1] if found else ""
+
+
+def _inexact(requests: list[Request]) -> list[str]:
+    wrong = [
+        request
+        for request in requests
+        if request.answer is not None
+        and request.answer != pattern.continuation(request.prompt, request.count)
+    ]
+    if not wrong:
+        return []
+    return [f"{len(wrong)} answers differ, first: prompt of {len(wrong[0].prompt)} tokens"]
+
+
+def _left(places: list[Any]) -> list[str]:
+    """Blocks that no request uses any more must come back."""
+    deadline = time.monotonic() + REST
+    while True:
+        held = {place.name: _held(place) for place in places}
+        if not any(held.values()):
+            return []
+        if time.monotonic() > deadline:
+            return [f"{name} still holds {what}" for name, what in held.items() if what]
+        time.sleep(0.2)
+
+
+def _held(place: Place) -> dict[str, float]:
+    names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "neuron_push_pinned_blocks")
+    with urllib.request.urlopen(f"{place.url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        name = line.split("{")[0]
+        if name in names and float(line.rsplit(" ", 1)[1]):
+            found[name] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def _settled(prefill: Emulated, decode: Emulated) -> tuple[dict[str, int], dict[str, int]]:
+    """Reports are written with a short delay."""
+    time.sleep(0.6)
+    return prefill.totals(), decode.totals()
+
+
+def _seen(
+    cell: Cell, requests: list[Request], there: dict[str, int], here: dict[str, int]
+) -> list[str]:
+    """What the emulated devices have seen."""
+    problems = []
+    for name, seen in (("prefill", there), ("decode", here)):
+        if seen["wrong_rows"]:
+            problems.append(f"{name}: {seen['wrong_rows']} wrong rows")
+    # The decode engine computes the last token of a prompt, and again after a preemption.
+    most = 3 * len(requests)
+    if "aborts" not in cell.load and here["prefill_tokens"] > most:
+        problems.append(f"decode computed {here['prefill_tokens']} prompt tokens itself")
+    if not here["context_tokens"]:
+        problems.append("no KV from elsewhere was read on decode")
+    ours = cell.connector == "neuron-push" and cell.runner != "cpu"
+    if ours and not there["writes_early"]:
+        problems.append("no WRITE was posted before the next step's launch")
+    return problems
+
+
+def _figures(
+    requests: list[Request], there: dict[str, int], here: dict[str, int]
+) -> dict[str, Any]:
+    return {
+        "requests": len(requests),
+        "answered": sum(request.answer is not None for request in requests),
+        "given_up": sum(request.error == "gave up" for request in requests),
+        "context_tokens": here["context_tokens"],
+        "bytes_checked": there["bytes_checked"] + here["bytes_checked"],
+        "wrong_rows": there["wrong_rows"] + here["wrong_rows"],
+        "writes_early": there["writes_early"],
+        "writes_late": there["writes_late"],
+    }

@@ -1,0 +1,106 @@
+"""Engines shared by cells: started when a cell needs them, stopped when room is short."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ci.matrix.cells import Cell, Side
+from neuron_push import processes
+from neuron_push.emulation import models
+from neuron_push.emulation.fleet import EmulatedEngine, EngineSpec
+
+Role = Literal["prefill", "decode"]
+# Aborted legs leave prompts that nobody fetches; cells wait for them to be let go.
+SETTINGS = {"lease": 4.0}
+
+
+@dataclass(frozen=True)
+class Key:
+    """Cells that agree on these share an engine."""
+
+    role: Role
+    side: Side
+    model: str
+    connector: str
+    prefix_caching: bool
+    runner: str
+
+    @property
+    def name(self) -> str:
+        words = [self.role, str(self.side), self.model, self.connector, self.runner]
+        words += [] if self.prefix_caching else ["uncached"]
+        return "-".join(words).replace("/", ".").replace("@", ".")
+
+
+def keys(cell: Cell) -> tuple[Key, Key]:
+    """The engines that a cell needs."""
+    rest = (cell.model, cell.connector, cell.prefix_caching, cell.runner)
+    return Key("prefill", cell.prefill, *rest), Key("decode", cell.decode, *rest)
+
+
+class Pool:
+    """Running engines, at most `most_ranks` worker processes."""
+
+    def __init__(self, logs: Path, most_ranks: int, say: Callable[[str], None]) -> None:
+        self._logs = logs
+        self._most = most_ranks
+        self._say = say
+        self._running: dict[Key, EmulatedEngine] = {}
+        self._used: dict[Key, float] = {}
+
+    def get(self, cell: Cell) -> tuple[EmulatedEngine, EmulatedEngine]:
+        """The cell's two engines, serving. Raises ServerFailed or ConfigError."""
+        wanted = keys(cell)
+        new = [key for key in wanted if not self._alive(key)]
+        self._make_room(wanted, new)
+        started = {key: self._make(key) for key in new}
+        try:
+            for engine in started.values():
+                engine.start()
+            processes.wait_ready(list(started.values()), progress=self._say)
+        except processes.ServerFailed:
+            processes.stop(list(started.values()))
+            raise
+        self._running.update(started)
+        for key in wanted:
+            self._used[key] = time.monotonic()
+        prefill, decode = wanted
+        return self._running[prefill], self._running[decode]
+
+    def close(self) -> None:
+        """Stop everything."""
+        processes.stop(list(self._running.values()))
+        self._running.clear()
+
+    def _alive(self, key: Key) -> bool:
+        engine = self._running.get(key)
+        if engine is not None and not engine.running:
+            del self._running[key]
+            engine = None
+        return engine is not None
+
+    def _make_room(self, wanted: tuple[Key, Key], new: list[Key]) -> None:
+        needed = sum(key.side.tp for key in new)
+        spare = sorted((k for k in self._running if k not in wanted), key=self._used.__getitem__)
+        while spare and self._ranks() + needed > self._most:
+            key = spare.pop(0)
+            self._running.pop(key).stop()
+
+    def _ranks(self) -> int:
+        return sum(key.side.tp for key in self._running)
+
+    def _make(self, key: Key) -> EmulatedEngine:
+        side = key.side
+        settings = SETTINGS if key.connector == "neuron-push" else {}
+        spec = EngineSpec(
+            name=key.name, role=key.role, device=side.device, vllm=side.vllm,  # type: ignore[arg-type]
+            tp=side.tp, block_size=side.block, blocks=max(64, 24_000 // side.block),
+            prefix_caching=key.prefix_caching, runner=key.runner,  # type: ignore[arg-type]
+            profile="quick", connector=key.connector, settings=dict(settings),  # type: ignore[arg-type]
+        )  # fmt: skip
+        model = models.find(key.model, self._logs / "models")
+        return EmulatedEngine(spec, model, self._logs, self._say)
