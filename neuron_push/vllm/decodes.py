@@ -104,7 +104,7 @@ class Decodes:
             return
         decode.pin = pins.new()
         for table in wanted:
-            pins.add(decode.pin, table)
+            pins.promise(decode.pin, table)
         decode.attempt = next(self._attempts)
         leg, match = decode.leg, decode.match
         assert leg is not None and match is not None
@@ -116,10 +116,15 @@ class Decodes:
         )  # fmt: skip
 
     def loaded(self, name: str, pins: Pins) -> None:
-        """The workers report that a load has ended, well or not."""
+        """The workers report that a load has ended, well or not; its blocks may still be written.
+
+        Until now vLLM keeps the blocks of a loading request whatever becomes of it, so only
+        loads that end before they are quiet cost references of ours.
+        """
         decode = self._waiting.get(name)
         if decode is not None and not decode.settled:
             decode.settled = True
+            pins.hold(decode.pin)
             pins.ends(decode.pin)
 
     def finished(self, request: Request, pins: Pins) -> None:
@@ -129,6 +134,7 @@ class Decodes:
             return
         if decode.attempt:
             self._commands.append(Abandon(decode.attempt, status_text(request)))
+            pins.hold(decode.pin)
             pins.ends(decode.pin)
         else:
             self._decline(decode, request.request_id)

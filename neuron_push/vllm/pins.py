@@ -8,8 +8,8 @@ how long by leases, budgets and the fence: a full pool makes new requests wait, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,8 @@ class Pin:
 
     since: float
     ended: float = 0.0  # when the transfer was over but for what is in flight
-    blocks: list[KVCacheBlock] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # promised, not held
+    blocks: list[KVCacheBlock] = field(default_factory=list)  # held
     quiet: set[int] = field(default_factory=set)
 
 
@@ -51,13 +52,32 @@ class Pins:
         self._pins[self._next] = Pin(monotonic())
         return self._next
 
-    def add(self, number: int, ids: Iterable[int]) -> None:
-        """Hold more blocks under a pin; null blocks (id 0) need no holding."""
-        table = self._pool.blocks
-        blocks = [table[block] for block in ids if block]
+    def add(self, number: int, ids: list[int]) -> None:
+        """Hold more blocks under a pin; null blocks (id 0) are never handed out anyway."""
+        blocks = self._find(ids)
         self._pool.touch(blocks)
         self._pins[number].blocks += blocks
         self.blocks += len(blocks)
+
+    def promise(self, number: int, ids: list[int]) -> None:
+        """Name blocks that vLLM holds for now; `hold` takes references before it lets go."""
+        self._pins[number].ids += ids
+        self.blocks += len(ids) - ids.count(0)
+
+    def hold(self, number: int) -> None:
+        """Take the promised references, unless the pin is gone already."""
+        pin = self._pins.get(number)
+        if pin is not None and pin.ids:
+            blocks = self._find(pin.ids)
+            self._pool.touch(blocks)
+            pin.blocks += blocks
+            pin.ids = []
+
+    def _find(self, ids: list[int]) -> list[KVCacheBlock]:
+        table = self._pool.blocks
+        if 0 in ids:
+            return [table[block] for block in ids if block]
+        return list(itemgetter(*ids)(table)) if len(ids) > 1 else [table[block] for block in ids]
 
     def ends(self, number: int) -> None:
         """The transfer is over; its blocks come back when what is in flight has drained."""
@@ -82,8 +102,9 @@ class Pins:
     def drop(self, number: int) -> None:
         """Free a pin that no rank knows."""
         pin = self._pins.pop(number)
-        self.blocks -= len(pin.blocks)
-        self._pool.free_blocks(reversed(pin.blocks))
+        self.blocks -= len(pin.blocks) + len(pin.ids) - pin.ids.count(0)
+        if pin.blocks:
+            self._pool.free_blocks(reversed(pin.blocks))
 
     def oldest_age(self) -> float:
         """Age in seconds of the oldest pin; 0 if there is none."""

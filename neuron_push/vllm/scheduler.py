@@ -149,14 +149,15 @@ class SchedulerHalf:
         """Take what the workers report with a step's results."""
         if self._pins is None:
             return
-        for request in output.finished_recving or ():
-            self._decodes.loaded(request, self._pins)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, WorkerMeta):
             for pin, rank in meta.unpinned:
                 self._pins.quiet(pin, rank)
             for name, reason in meta.failures:
                 self._remember(name, reason)
+        # After the pins: a load that is quiet by now needs no references of ours.
+        for request in output.finished_recving or ():
+            self._decodes.loaded(request, self._pins)
 
     @property
     def has_work(self) -> bool:

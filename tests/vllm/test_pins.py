@@ -113,3 +113,24 @@ def test_only_ended_transfers_promise_blocks_and_only_for_a_moment(pool, monkeyp
     assert not pins.soon()
     pins.quiet(pin, 0)
     assert pins.oldest_age() == 0
+
+
+def test_promised_blocks_are_held_when_vllm_is_about_to_let_go(pool):
+    pins = Pins(pool, world=1)
+    blocks, ids = take(pool, 4)
+    free = pool.get_num_free_blocks()
+    kept, quiet = pins.new(), pins.new()
+    pins.promise(kept, [0, *ids[:2]])
+    pins.promise(quiet, ids[2:])
+    assert pins.blocks == 4
+    assert all(block.ref_cnt == 1 for block in blocks)
+    pins.quiet(quiet, 0)
+    pins.hold(quiet)
+    pins.hold(kept)
+    pins.hold(kept)
+    pool.free_blocks(blocks)
+    assert pool.get_num_free_blocks() == free + 2
+    assert pins.blocks == 2
+    pins.quiet(kept, 0)
+    assert pool.get_num_free_blocks() == free + 4
+    assert pins.blocks == 0

@@ -470,6 +470,19 @@ def test_idle_is_said_only_while_something_is_held_and_nothing_is_computed(start
     assert not engine.step().idle
 
 
+def test_a_load_that_ends_quiet_takes_no_references_and_one_that_does_not_does(start):
+    engine = start(tensor=2)
+    request = engine.add(40, DECODE)
+    found = receive_of(engine, request)
+    blocks = [engine.pool.blocks[block] for block in found.blocks[0]]
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
+    engine.step(unpinned=((found.pin, 0),))
+    engine.step(received=(request.request_id,))
+    assert [block.ref_cnt for block in blocks] == [2, 2, 2]
+    engine.step(unpinned=((found.pin, 1),))
+    assert {block.ref_cnt for block in blocks} <= {0, 1}
+
+
 def test_the_gauges_follow_the_pins(start):
     engine = start()
     assert engine.connector.get_kv_connector_stats() is None
