@@ -101,7 +101,7 @@ class Sending:
     writes: dict[WriteId, Write] = field(default_factory=dict)  # in flight
     broken: bool = False  # a WRITE failed half way: quiet only when fenced
     cancelled: bool = False  # the decode rank waits for `Cancelled`
-    matched: float = 0.0
+    started: float = 0.0  # when its first WRITE was posted
     soon: bool = False
     reason: str = ""  # why it failed
     repeat_at: float = 0.0  # when the failure is to be told again

@@ -172,7 +172,7 @@ class Producer:
             self._advance(sending, now)
             if sending.complete and sending.state is not SendingState.STOPPING:
                 self._context.count("sends", label="sent")
-                self._context.count("transfer_seconds", now - sending.matched)
+                self._context.count("transfer_seconds", now - sending.started)
                 self._end(sending)
         else:
             self._fail(sending, event.reason, now)
@@ -279,7 +279,6 @@ class Producer:
                 self._fail(sending, self._epitaphs[known[0]], now)
             return
         sending.source = source
-        sending.matched = now
         sending.move(SendingState.SENDING)
         source.sendings.add(sending)
         source.sharers = max(source.sharers, sending.link.sharers)
@@ -310,6 +309,7 @@ class Producer:
         assert source is not None and link.plan is not None
         number = WriteId(next(self._write_ids))
         self._announce(sending)
+        sending.started = sending.started or now
         sending.posted.add(start, stop)
         write = Write(start, stop, source, link.generation, link.agent, now)
         sending.writes[number] = write

@@ -46,7 +46,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         (0.001, 0.005, 0.02, 0.05, 0.1, 0.5, 1, 5),
     ),
     "transfer_seconds": (
-        "From match to the last WRITE having landed (prefill).",
+        "From the first WRITE posted to the last one landed (prefill).",
         (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60),
     ),
     "receive_seconds": (
