@@ -153,7 +153,15 @@ class Fleet:
         return decode
 
     def _decode_for(self, job: Job) -> Engine:
-        return self._with_room(job, _without(self._decodes, job))
+        """A decode engine with room, one that some prefill engine may push to if there is any."""
+        engines = _without(self._decodes, job)
+        if self.quarantine:
+            resting = self.quarantine.resting_by_decode(self._clock())
+            paired = [
+                engine for engine in engines if resting[engine] < len(self._kind_of[engine].prefill)
+            ]
+            engines = paired or engines
+        return self._with_room(job, engines)
 
     def _with_room(self, job: Job, engines: Sequence[Engine]) -> Engine:
         """The policy's choice, and where that has no room, its choice among those that have."""

@@ -8,6 +8,7 @@ out.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -73,6 +74,10 @@ class Quarantine:
         """The engine is gone or another one: nothing is known of its pairs."""
         for pair in [pair for pair in self._records if engine in pair]:
             del self._records[pair]
+
+    def resting_by_decode(self, now: float) -> Counter[Engine]:
+        """With how many prefill engines each decode engine is resting now."""
+        return Counter(pair[1] for pair, record in self._records.items() if record.until > now)
 
     def resting(self, now: float) -> int:
         """Pairs that rest now."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from ssl import SSLContext
 from typing import Final
 
@@ -106,11 +107,11 @@ class Watch:
             retry = RETRY if not engine.trouble else retry * 2
             # Spread, so that a thousand engines are not asked in one breath.
             pause *= random.uniform(0.9, 1.1)
-            try:
-                await asyncio.wait_for(wake.wait(), pause)
+            # Not wait_for: on Python 3.11 that swallows a cancellation that comes with the event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await wake.wait()
                 wake.clear()
-            except TimeoutError:
-                pass
 
     async def refresh(self, engine: Engine) -> None:
         """Ask one engine once, and record what it says or why it does not."""

@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from neuron_push.errors import TransportError
 from neuron_push.geometry import Geometry, Semantics
-from neuron_push.protocol import Address, EngineInfo, RankInfo
+from neuron_push.protocol import Address, EngineInfo, Holds, RankInfo, Refusal
 from neuron_push.router.app import ROUTER, make_app
 from neuron_push.router.legs import Limits
 from neuron_push.router.places import Place
@@ -54,7 +54,7 @@ class Call:
         self.path = request.path
         self.headers = request.headers
         self.body = body
-        self.params = body["kv_transfer_params"]
+        self.params = body.get("kv_transfer_params", {})
         self.cancelled = asyncio.Event()
         # The test says when the engine may go on, one release per step.
         self.steps = asyncio.Semaphore(0)
@@ -75,6 +75,8 @@ class MockEngine:
         self.script = answer_json
         self.calls = asyncio.Queue()
         self.healthy = True
+        # What it says to `Holds`; by default as an engine that does not know the question.
+        self.held = lambda question: Refusal("malformed message")
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
@@ -161,10 +163,21 @@ async def breaks_off(call, request):
     return response
 
 
+async def until(condition):
+    """Wait for something that tells nobody when it happens."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
 class Routed:
     """A router over mock engines, and a client session to it."""
 
-    def __init__(self, prefill, decode, server, session):
+    who = staticmethod(who)
+
+    def __init__(self, prefill, decode, server, session, by_side):
+        # Side channels that answer, by address.
+        self.by_side = by_side
         self.prefill = prefill
         self.decode = decode
         self.server = server
@@ -193,6 +206,13 @@ class Routed:
                 self.router.watch.changed.clear()
                 await self.router.watch.changed.wait()
 
+    async def all_ready(self):
+        """Ask every engine at once, and wait until the router can use all of them."""
+        known = self.router.fleet.engines
+        for engine in known:
+            self.router.watch.suspect(engine)
+        await self.settled(lambda: not any(engine.trouble for engine in known))
+
     async def idle(self):
         """Wait until no leg is in flight."""
         async with asyncio.timeout(10):
@@ -213,7 +233,7 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(prefill=1, decode=1, limits=None, **settings):
+async def routed(prefill=1, decode=1, limits=None, ready=True, **settings):
     """Start engines and a router, and wait until it has found all of them ready."""
     engines = [MockEngine("prefill", n) for n in range(prefill)]
     engines += [MockEngine("decode", 100 + n) for n in range(decode)]
@@ -221,6 +241,8 @@ async def routed(prefill=1, decode=1, limits=None, **settings):
 
     async def ask(address, message, patience):
         engine = by_side[address]
+        if isinstance(message, Holds):
+            return engine.held(message)
         if engine.info is None:
             raise TransportError(f"nobody answers at {address.host}:{address.port}")
         return engine.info
@@ -232,13 +254,16 @@ async def routed(prefill=1, decode=1, limits=None, **settings):
     server = TestServer(make_app(config, ask), host="127.0.0.1")
     await server.start_server()
     async with ClientSession() as session:
-        fleet = Routed(engines[:prefill], engines[prefill:], server, session)
+        fleet = Routed(engines[:prefill], engines[prefill:], server, session, by_side)
         known = fleet.router.fleet.engines
-        await fleet.settled(lambda: not any(engine.trouble for engine in known))
-        yield fleet
-    await server.close()
-    for engine in engines:
-        await engine.server.close()
+        try:
+            if ready:
+                await fleet.settled(lambda: not any(engine.trouble for engine in known))
+            yield fleet
+        finally:
+            await server.close()
+            for engine in engines:
+                await engine.server.close()
 
 
 def error_in(raw):

@@ -6,7 +6,7 @@ import pytest
 
 from neuron_push.errors import Refused
 from neuron_push.protocol import Refusal
-from tests.router.fleet import SEMANTICS, error_in, fails, routed, who
+from tests.router.fleet import SEMANTICS, error_in, fails, never, routed, who
 
 # No engine is asked again during a test unless the test or a failure says so.
 CALM = {"refresh": 3600.0}
@@ -43,7 +43,7 @@ async def test_a_new_incarnation_under_the_same_id_counts_as_a_restart():
 async def test_a_failed_leg_makes_the_router_ask_again_at_once():
     async with routed(**CALM) as f:
         p, _ = engines(f)
-        f.p.script = fails(500, "stale identity")
+        f.p.script, f.d.script = fails(500, "stale identity"), never
         f.p.info = who("reborn", incarnation=2)
         assert (await post(f))[0] == 502
         await f.settled(lambda: p.info.engine == "reborn")
@@ -52,7 +52,7 @@ async def test_a_failed_leg_makes_the_router_ask_again_at_once():
 async def test_a_bad_request_does_not_cast_doubt_on_an_engine():
     async with routed(**CALM) as f:
         f.p.info = who("reborn", incarnation=2)
-        f.p.script = fails(400, "bad request")
+        f.p.script, f.d.script = fails(400, "bad request"), never
         assert (await post(f))[0] == 400
         assert not f.router.watch._wake[id(engines(f)[0])].is_set()
         assert engines(f)[0].info.engine == "prefill-0"
