@@ -32,10 +32,17 @@ class Group:
 COMMANDS: Final[Mapping[str, Command | Group]] = {
     "demo": Command("neuron_push.demo.command", "push KV between two real engines, and compare"),
     "emulate": Command("neuron_push.emulation.command", "start a fleet of emulated engines"),
+    "doctor": Command("neuron_push.doctor.command", "say what is wrong here, and with a peer"),
     "router": Command("neuron_push.router.command", "serve through prefill/decode pairs"),
+    "plan": Group(
+        {"explain": Command("neuron_push.explain", "say whether and how two engines can talk")},
+        "how KV gets from one engine's pages into another's",
+    ),
     "bench": Group(
         {
+            "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),
             "plan": Command("neuron_push.bench.plan", "cost of planning copies"),
+            "router": Command("neuron_push.bench.router", "what the router adds to a request"),
             "hooks": Command("neuron_push.bench.hooks", "cost of the connector in engine steps"),
         },
         "micro-benchmarks",

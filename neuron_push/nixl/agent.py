@@ -80,6 +80,17 @@ class NixlTransport:
         """Unique name of the agent."""
         return self._name
 
+    def offered(self) -> list[str]:
+        """Memory types that the backends can register on this machine."""
+        agent = self._open()
+        return sorted(
+            {
+                kind.removesuffix("_SEG")
+                for backend in agent.backends
+                for kind in agent.get_backend_mem_types(backend)
+            }
+        )
+
     def metadata(self) -> bytes:
         """NIXL's metadata behind the agent's name, so that a peer knows whom it replaces."""
         with Edge("cannot read the metadata of our own agent"):
@@ -218,16 +229,12 @@ class NixlTransport:
 
     def _register(self, regions: Sequence[Region]) -> None:
         agent = self._open()
-        offered = {
-            kind.removesuffix("_SEG")
-            for backend in agent.backends
-            for kind in agent.get_backend_mem_types(backend)
-        }
+        offered = self.offered()
         for memory in sorted({region.memory for region in regions}):
             if memory not in offered:
                 raise ConfigError(
                     f"the KV cache is in {memory}, but {'/'.join(agent.backends)} offers only "
-                    f"{'/'.join(sorted(offered)) or 'nothing'} on this machine"
+                    f"{'/'.join(offered) or 'nothing'} on this machine"
                 )
             rows = [(r.base, r.length, r.device, "") for r in regions if r.memory == memory]
             with Edge(f"cannot register {len(rows)} regions of {memory}"):
