@@ -1,0 +1,20 @@
+"""The scene fixture."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from neuron_push.bench.rank import ENVIRONMENT
+from neuron_push.config import Config
+from tests.hostile.scene import SMALL, Scene
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """Makes a scene of a shape and with settings."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with ExitStack() as stack:
+        yield lambda shape=SMALL, **settings: Scene(stack, Config(**settings), shape)
