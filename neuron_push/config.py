@@ -90,6 +90,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     writes_in_flight: Annotated[int, Meta(ge=1, le=64)] = 2
     """Slices in flight per transfer."""
 
+    min_run: Annotated[int, Meta(ge=1)] = 2048
+    """Shortest copy in bytes that pages of unlike layouts are written by; shorter ones go through
+    a staging slab. Both engines of a pair must use the same."""
+
+    staging_slab_bytes: Annotated[int, Meta(ge=1 << 12, le=1 << 32)] = 16 << 20
+    """Size of one staging slab, used by pairs of unlike layouts only. A slab must hold the tokens
+    between two block boundaries that both sides share."""
+
+    staging_slabs: Annotated[int, Meta(ge=0, le=1024)] = 4
+    """Slabs set aside on every rank that can reorder; all staged transfers of a rank share them.
+    0: never reorder here."""
+
     idle_poll: Seconds = 0.015
     """Polling period of the transfer thread when nothing is expected."""
 
