@@ -38,8 +38,13 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
         {"explain": Command("neuron_push.explain", "say whether and how two engines can talk")},
         "how KV gets from one engine's pages into another's",
     ),
+    "plan": Group(
+        {"explain": Command("neuron_push.explain", "say whether and how two engines can talk")},
+        "how KV gets from one engine's pages into another's",
+    ),
     "bench": Group(
         {
+            "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),
             "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),
             "plan": Command("neuron_push.bench.plan", "cost of planning copies"),
             "router": Command("neuron_push.bench.router", "what the router adds to a request"),
