@@ -48,6 +48,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "router",
             "bench",
             "demo",
+            "explain",
+            "shapes",
             "doctor",
             "cli",
             "tiny_model",

@@ -1,0 +1,195 @@
+"""`neuron-push bench transform`: packing and unpacking against memcpy of the same bytes.
+
+One rank of an imagined engine pair, Neuron pages on one side and interleaved ones on the other,
+moves a prompt through one slab, piece by piece, as transfers do. The baseline copies the same
+bytes between the same pages and the same slab, without changing their order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json as jsonlib
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from neuron_push.config import Config
+from neuron_push.geometry import Geometry, Group, Plane, Region
+from neuron_push.layouts import Place, View, interleaved, split_first
+from neuron_push.plan import Ask, Blocks, StagedPlan, staged
+from neuron_push.transform import HostMover
+
+__all__ = ["add_arguments", "main", "run"]
+
+LAYERS: Final = 64
+CHANNELS: Final = 128
+ELEMENT: Final = 2
+TOKENS: Final = {"neuron": 32, "interleaved": 16}  # per block
+TARGET: Final = {"contiguous": 0.7, "fragmented": 0.35}
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt (4096)")
+    parser.add_argument("--repeat", type=int, default=7, help="timed rounds per case (7)")
+    parser.add_argument(
+        "--slab", type=int, default=Config().staging_slab_bytes, help="bytes of the slab"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Entry for the command line; exit status 1 if a case misses its target."""
+    report = run(args.json, tokens=args.tokens, repeat=args.repeat, slab=args.slab)
+    return 0 if all(case["within_target"] for case in report["cases"].values()) else 1
+
+
+def run(json: bool, *, tokens: int, repeat: int, slab: int) -> dict[str, Any]:
+    """Measure, print and return the report; times are in milliseconds, the best of all rounds."""
+    cases = {}
+    ways: tuple[tuple[str, str, Literal["packed", "unpacked"]], ...] = (
+        ("neuron", "interleaved", "packed"),
+        ("neuron", "interleaved", "unpacked"),
+        ("interleaved", "neuron", "packed"),
+        ("interleaved", "neuron", "unpacked"),
+    )
+    for source, target, way in ways:
+        for blocks in TARGET:
+            name = f"{source} to {target}, {way}, {blocks}"
+            cases[name] = _case(source, target, way, blocks, tokens, repeat, slab)
+            if not json:
+                print(_line(name, cases[name]))
+    report = {
+        "bench": "transform",
+        "config": {"layers": LAYERS, "head_size": CHANNELS, "element_bytes": ELEMENT,
+                   "tokens": tokens, "slab_bytes": slab, "repeat": repeat},
+        "cases": cases,
+    }  # fmt: skip
+    if json:
+        print(jsonlib.dumps(report))
+    return report
+
+
+def _line(name: str, case: dict[str, Any]) -> str:
+    return (
+        f"{name:<46} {case['bytes'] >> 20} MiB  {case['gib_per_s']:.1f} GiB/s, memcpy "
+        f"{case['memcpy_gib_per_s']:.1f}  {case['ratio']:.2f}x  "
+        f"{'ok' if case['within_target'] else 'BELOW TARGET'}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The pages of one side: one allocation per layer."""
+
+    geometry: Geometry
+    memory: list[Bytes]
+    blocks: list[Blocks]
+
+
+def _pool(layout: str, tokens: int, order: str, seed: int) -> Pool:
+    """Pages for a prompt and as many more, filled."""
+    size = TOKENS[layout]
+    count = tokens // size
+    pool = 2 * count + 1
+    memory, regions, planes = [], [], list[Plane]()
+    for layer in range(LAYERS):
+        array = _memory(2 * pool * size * CHANNELS * ELEMENT)
+        base = array.ctypes.data
+        place = Place(layer, layer, base)
+        page = size * CHANNELS
+        if layout == "neuron":
+            shape = (2, pool, 1, size, CHANNELS)
+            view = View(shape, (pool * page, page, page, CHANNELS, 1), base, ELEMENT)
+            planes += split_first(view, place)
+        else:
+            strides = (2 * page, 2 * page, 2 * CHANNELS, 1)
+            view = View((pool, 1, size, 2 * CHANNELS), strides, base, ELEMENT)
+            planes += interleaved(view, place)
+        memory.append(array)
+        regions.append(Region(base, array.nbytes, "DRAM", 0))
+    ids = np.arange(1, count + 1, dtype=np.int32)
+    if order == "fragmented":
+        ids = 2 * np.random.default_rng(seed).permutation(count).astype(np.int32) + 1
+    group = Group("full", size, size, pool, (0,), tuple(planes))
+    return Pool(Geometry(tuple(regions), (group,), ELEMENT), memory, [Blocks(0, ids)])
+
+
+def _memory(nbytes: int) -> Bytes:
+    """Whole pages, as allocators give to tensors of this size."""
+    array = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    array[:] = np.arange(nbytes) % 251
+    return array
+
+
+def _case(
+    source: str,
+    target: str,
+    way: Literal["packed", "unpacked"],
+    order: str,
+    tokens: int,
+    repeat: int,
+    slab: int,
+) -> dict[str, Any]:
+    prefill, decode = _pool(source, tokens, order, 1), _pool(target, tokens, order, 2)
+    plan = staged(prefill.geometry, decode.geometry, Ask(((0,),)), way, slab, min_run=1)
+    area = _memory(plan.slab_bytes)
+    pieces = [(at, min(at + plan.tokens, tokens)) for at in range(0, tokens, plan.tokens)]
+    lists = prefill.blocks, decode.blocks
+    mover = HostMover()
+
+    def transform() -> None:
+        for piece in pieces:
+            mover.move(plan.rows(*piece, *lists, area.ctypes.data))
+
+    pages = prefill if way == "packed" else decode
+    took = _best(transform, repeat)
+    memcpy = _best(_baseline(plan, pages, area, pieces), repeat)
+    nbytes = LAYERS * 2 * CHANNELS * ELEMENT * tokens
+    return {
+        "bytes": nbytes,
+        "pieces": len(pieces),
+        "transform_ms": took * 1e3,
+        "memcpy_ms": memcpy * 1e3,
+        "gib_per_s": nbytes / took / 2**30,
+        "memcpy_gib_per_s": nbytes / memcpy / 2**30,
+        "ratio": memcpy / took,
+        "within_target": memcpy / took >= TARGET[order],
+    }
+
+
+def _baseline(
+    plan: StagedPlan, pool: Pool, area: Bytes, pieces: list[tuple[int, int]]
+) -> Callable[[], None]:
+    """The same bytes of every layer in one stretch, to or from the same slab."""
+    token = 2 * CHANNELS * ELEMENT
+
+    def copy() -> None:
+        for start, stop in pieces:
+            size = (stop - start) * token
+            for layer, memory in enumerate(pool.memory):
+                pages = memory[start * token : stop * token]
+                slab = area[layer * size : (layer + 1) * size]
+                if plan.way == "packed":
+                    slab[:] = pages
+                else:
+                    pages[:] = slab
+
+    return copy
+
+
+def _best(call: Callable[[], None], repeat: int) -> float:
+    """Seconds of the fastest of some rounds, after one that warms up."""
+    call()
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)
