@@ -215,6 +215,11 @@ class Links:
         for link in self._open.values():
             if not link.sessions:
                 link.heard = now
+                if now - link.asked >= config.silence:
+                    # Nobody waits for it, but a transport that knows of the peer's death says so
+                    # only when it is used; else links to engines that are gone would pile up.
+                    link.asked = now
+                    self._context.send(link, Alive(answer=False))
                 continue
             if stalled > 0:  # this process itself was stopped: peers get their time back
                 link.heard = min(now, link.heard + stalled)

@@ -122,11 +122,15 @@ class TransferThread:
     def close(self, timeout: float = 10.0) -> None:
         """Stop; every agent is destroyed on return, so memory may be freed. Idempotent."""
         self._stop = True
+        if self._wake < 0:
+            return
         os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TransportError(f"the transfer thread did not stop within {timeout:g} s")
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     # ------------------------------------------------------------------ thread's side
 
