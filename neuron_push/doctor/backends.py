@@ -30,7 +30,7 @@ class _Cause(NamedTuple):
 
 _CAUSES: Final = (
     _Cause(
-        "FABRIC_1.10",
+        "FABRIC_1.",
         "this build of NIXL needs libfabric 2.7 or newer: install one and put its folder first in "
         "LD_LIBRARY_PATH, or use nixl 1.3.2 to 1.4.1",
     ),

@@ -70,7 +70,7 @@ def ports(machine: Machine, address: Address, ranks: int, asking: Ask = ask) -> 
         if problem == errno.EADDRINUSE:
             info = who(Address(address.host, port), asking)
             if isinstance(info, EngineInfo):
-                yield note("network.port", f"engine {info.engine} answers at port {port}")
+                yield note("network.engine", f"engine {info.engine} answers at port {port}")
             else:
                 taken.append(str(port))
     if taken:

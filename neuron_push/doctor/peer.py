@@ -126,7 +126,7 @@ def _ways(prefill: EngineInfo, decode: EngineInfo) -> list[str]:
 def _complete(info: EngineInfo) -> Iterator[Finding]:
     if len(info.ranks) < info.world:
         yield warning(
-            "peer.ranks",
+            f"peer.ranks.{info.engine}",
             f"{len(info.ranks)} of {info.world} ranks of {info.engine} have announced themselves",
             "the others are starting, or cannot reach their own engine's listener",
             "wait; then read that engine's log",
