@@ -121,6 +121,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_wait_idle: Annotated[float, Meta(ge=0, le=0.1)] = 0.005
     """The same after a second in which nothing happened."""
 
+    trace_events: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    """Trace events that the scheduler half and every worker rank keep for `neuron-push trace`,
+    each. 0 turns tracing off."""
+
     fault: str = ""
     """Deliberate fault for tests: "" none, "tamper" flips one byte of every WRITE."""
 

@@ -19,6 +19,9 @@ from neuron_push.protocol import (
     Announced,
     Because,
     EngineInfo,
+    Events,
+    Held,
+    Holds,
     RankInfo,
     Refusal,
     SideChannelMessage,
@@ -27,6 +30,7 @@ from neuron_push.protocol import (
     clip,
 )
 from neuron_push.sidechannel.server import Request, Server
+from neuron_push.tracing import Ring, batch_of
 
 __all__ = ["Listener"]
 
@@ -37,8 +41,8 @@ class Listener:
     """Answers `Who` and collects `Announce` on a thread of its own.
 
     `describe` is called on that thread for every `Who` (the ranks that have announced
-    themselves are filled in afterwards), and `explain` for every `Why`. Raises ConfigError if it cannot listen
-    at host:port.
+    themselves are filled in afterwards), `explain` for every `Why`, `holds` for every `Holds`.
+    `ring` is what `Events` asks for. Raises ConfigError if it cannot listen at host:port.
     """
 
     def __init__(
@@ -48,10 +52,14 @@ class Listener:
         port: int,
         describe: Callable[[], EngineInfo],
         explain: Callable[[str], str] = lambda request: "",
+        holds: Callable[[str], int] = lambda transfer: 0,
+        ring: Ring | None = None,
     ) -> None:
         self._engine = engine
         self._describe = describe
         self._explain = explain
+        self._holds = holds
+        self._ring = ring
         # Guards `_announced`; everything else belongs to the thread.
         self._lock = threading.Lock()
         self._announced: dict[int, Announce] = {}
@@ -110,6 +118,10 @@ class Listener:
             return self._record(message)
         if isinstance(message, Why):
             return Because(clip(self._explain(message.request)))
+        if isinstance(message, Holds):
+            return Held(message.transfer, self._holds(message.transfer))
+        if isinstance(message, Events):
+            return batch_of(self._ring, f"{self._engine} scheduler", message.after)
         kind = type(message).__name__
         return Refusal(f"this is the engine's own address; {kind} belongs to one of its ranks")
 

@@ -22,6 +22,7 @@ from neuron_push.protocol import (
     Announce,
     Announced,
     EngineInfo,
+    Events,
     Hello,
     RankInfo,
     Refusal,
@@ -60,7 +61,9 @@ from neuron_push.rendezvous.events import (
     WriteEnded,
 )
 from neuron_push.sidechannel import Client, Request, Server
+from neuron_push.tracing import batch_of
 from neuron_push.transfer.tally import Tally
+from neuron_push.transfer.tracer import Tracer
 from neuron_push.transport import AgentName, Transport, TransportFactory, WriteId
 
 logger = logging.getLogger(__name__)
@@ -89,7 +92,9 @@ class Driver:
         listener: Address,
         tally: Tally,
         tell: Callable[[Report], None],
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._config = config
         self._identity = identity
         self._open_transport = open_transport
@@ -213,9 +218,13 @@ class Driver:
         for request in self.server.poll():
             if isinstance(request.message, Hello):
                 self.events.append(HelloArrived(request, request.message))
+            elif isinstance(request.message, Events):
+                ring = self._tracer.ring if self._tracer else None
+                source = f"{self._identity.engine} rank {self._identity.rank}"
+                request.answer(batch_of(ring, source, request.message.after))
             else:
                 kind = type(request.message).__name__
-                request.answer(Refusal(f"a worker rank answers Hello only, not {kind}"))
+                request.answer(Refusal(f"a worker rank answers Hello and Events only, not {kind}"))
 
     def _poll_client(self, now: float) -> None:
         for key, outcome in self.client.poll(now):

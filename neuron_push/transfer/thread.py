@@ -34,8 +34,10 @@ from neuron_push.errors import TransportError
 from neuron_push.protocol import Address
 from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous.events import Action, Event, Notified, Open, Unreachable
+from neuron_push.tracing import Ring
 from neuron_push.transfer.driver import Driver
 from neuron_push.transfer.tally import Tally
+from neuron_push.transfer.tracer import Tracer
 from neuron_push.transport import TransportFactory
 
 logger = logging.getLogger(__name__)
@@ -64,8 +66,12 @@ class TransferThread:
         self._identity = identity
         self._clock = clock
         self._core = Core(config, identity)
+        self._tracer: Tracer | None = None
+        if config.trace_events:
+            source = f"{identity.engine} rank {identity.rank}"
+            self._tracer = Tracer(Ring(config.trace_events, source, clock))
         self._make_driver: Callable[[], Driver] = lambda: Driver(
-            config, identity, open_transport, listener, self.tally, self._tell
+            config, identity, open_transport, listener, self.tally, self._tell, self._tracer
         )
         self._commands: deque[Command] = deque()
         # Prefill commands in order, each behind the fence of the step that made it true.
@@ -177,6 +183,8 @@ class TransferThread:
 
     def _handle(self, driver: Driver, event: Event) -> None:
         """Apply one event; what goes wrong fails the peer or the request it belongs to."""
+        if self._tracer is not None:
+            self._tracer.saw(event, self._clock())
         try:
             self._act(driver, self._core.handle(event, self._clock()))
         except Exception as error:
@@ -189,7 +197,10 @@ class TransferThread:
 
     def _act(self, driver: Driver, actions: list[Action]) -> None:
         for action in actions:
-            driver.carry_out(action, self._clock())
+            began = self._clock()
+            driver.carry_out(action, began)
+            if self._tracer is not None:
+                self._tracer.did(action, began, self._clock())
 
     def _pause(self, driver: Driver, idle: int) -> None:
         """Rest according to how soon something may happen."""

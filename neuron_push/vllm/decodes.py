@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # How long a prefill engine is asked to keep a "nothing wanted" for a prompt it has not seen.
 DECLINE_PATIENCE = 10.0
+# Transfers whose pins are remembered by name; a few per request that can be under way.
+MOST_PINS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +61,8 @@ class Decodes:
         self._hold_failure = recompute or not FAILS_BY_REQUEST
         self._attempts = count(1)
         self._waiting: dict[str, Decode] = {}
+        # Newest transfers' pins, which outlive their requests; for routers that ask.
+        self._pins_of: dict[str, int] = {}
 
     def begin(self, request: Request, leg: DecodeLeg, match: Match) -> None:
         """A new request is a decode leg."""
@@ -105,6 +109,7 @@ class Decodes:
         decode.pin = pins.new()
         for table in wanted:
             pins.promise(decode.pin, table)
+        self._remember_pin(decode)
         decode.attempt = next(self._attempts)
         leg, match = decode.leg, decode.match
         assert leg is not None and match is not None
@@ -114,6 +119,16 @@ class Decodes:
                 first, wanted, decode.pin, leg.patience or self._patience, self._hold_failure,
             )
         )  # fmt: skip
+
+    def pin_of(self, transfer: str) -> int:
+        """The pin of a transfer, if that is among the newest. Any thread may ask."""
+        return self._pins_of.get(transfer, -1)
+
+    def _remember_pin(self, decode: Decode) -> None:
+        if decode.leg is not None and decode.leg.transfer:
+            self._pins_of[decode.leg.transfer] = decode.pin
+            if len(self._pins_of) > MOST_PINS:
+                del self._pins_of[next(iter(self._pins_of))]
 
     def loaded(self, name: str, pins: Pins) -> None:
         """The workers report that a load has ended, well or not; its blocks may still be written.

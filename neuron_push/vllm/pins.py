@@ -106,6 +106,11 @@ class Pins:
         if pin.blocks:
             self._pool.free_blocks(reversed(pin.blocks))
 
+    def held(self, number: int) -> int:
+        """Blocks under a pin; 0 for one that is gone. Any thread may ask."""
+        pin = self._pins.get(number)
+        return len(pin.blocks) + len(pin.ids) if pin is not None else 0
+
     def oldest_age(self) -> float:
         """Age in seconds of the oldest pin; 0 if there is none."""
         first = next(iter(self._pins.values()), None)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from neuron_push.commands import Command
 from neuron_push.config import Config
 from neuron_push.protocol import EngineInfo
 from neuron_push.sidechannel import Listener
+from neuron_push.tracing import Ring
 from neuron_push.versions import check as check_versions
 from neuron_push.vllm import identity
 from neuron_push.vllm.decodes import Decodes
 from neuron_push.vllm.metadata import IDLE, NOTHING, Rejection, StepMeta, WorkerMeta
+from neuron_push.vllm.moments import Moments
 from neuron_push.vllm.params import DecodeLeg, ParamsError, PrefillLeg, parse
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
@@ -66,9 +68,14 @@ class SchedulerHalf:
         self._software = tuple(check_versions().items())
         self._incarnation = int.from_bytes(os.urandom(6), "big")
         port = config.side_channel_port + parallel.data_parallel_index
+        ring = None
+        if config.trace_events:
+            ring = Ring(config.trace_events, f"{self._engine} scheduler")
+        self._moments = Moments(ring) if ring is not None else None
         self._listener = Listener(
-            self._engine, config.side_channel_host, port, self._describe, self._why
-        )
+            self._engine, config.side_channel_host, port, self._describe, self._why,
+            self._holds, ring,
+        )  # fmt: skip
         self._address = self._listener.address
         logger.info(
             "neuron-push: engine %s (%s) answers at %s:%d", self._engine, self._role,
@@ -95,9 +102,15 @@ class SchedulerHalf:
             return
         if isinstance(leg, PrefillLeg):
             self._prefills.begin(request, identity.match_of(request, leg.transfer))
+            self._arrived(request, leg.transfer, "prefill")
         elif isinstance(leg, DecodeLeg):
             match = identity.match_of(request, leg.transfer, leg.request)
             self._decodes.begin(request, leg, match)
+            self._arrived(request, leg.transfer, "decode")
+
+    def _arrived(self, request: Request, transfer: str, leg: Literal["prefill", "decode"]) -> None:
+        if self._moments is not None:
+            self._moments.arrived(request.request_id, transfer, leg)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many prompt tokens beyond `computed` another engine will push."""
@@ -107,11 +120,15 @@ class SchedulerHalf:
         """Blocks are allocated: pin and register them, or let the prompt go."""
         assert self._pins is not None
         self._decodes.after_alloc(request, blocks, external, self._pins)
+        if self._moments is not None and external:
+            self._moments.mark(request.request_id, "decode allocated")
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """A request leaves the engine; its KV stays on offer if it is a complete prompt."""
         assert self._pins is not None
         self._decodes.finished(request, self._pins)
+        if self._moments is not None:
+            self._moments.finished(request.request_id)
         return self._coordinates(request) if self._prefills.finished(request, self._pins) else None
 
     def _coordinates(self, request: Request) -> dict[str, Any]:
@@ -137,6 +154,8 @@ class SchedulerHalf:
         if self._prefills:
             assert self._pins is not None
             self._prefills.step(output, self._pins)
+        if self._moments is not None:
+            self._moments.step(output.num_scheduled_tokens)
         idle = not output.total_num_scheduled_tokens
         if not self._commands and not self._rejected:
             return IDLE if idle and self._pins else NOTHING
@@ -158,6 +177,8 @@ class SchedulerHalf:
         # After the pins: a load that is quiet by now needs no references of ours.
         for request in output.finished_recving or ():
             self._decodes.loaded(request, self._pins)
+            if self._moments is not None:
+                self._moments.mark(request, "decode loaded")
 
     @property
     def has_work(self) -> bool:
@@ -185,6 +206,10 @@ class SchedulerHalf:
         self._reasons[request] = reason
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
+
+    def _holds(self, transfer: str) -> int:
+        """Blocks held for a transfer that is received here; called on the listener's thread."""
+        return self._pins.held(self._decodes.pin_of(transfer)) if self._pins is not None else 0
 
     def _why(self, request: str) -> str:
         """Why a request failed, by any part of its id; called on the listener's thread."""
