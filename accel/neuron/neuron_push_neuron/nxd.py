@@ -27,7 +27,6 @@ __all__ = ["Axes", "Caches", "Heads", "axes", "caches", "held_heads", "planes"]
 T = TypeVar("T")
 _KEY: Final = re.compile(r"(?:.*\.)?kv_mgr\.past_key_values\.(\d+)$")
 _UTILS: Final = "neuronx_distributed_inference.modules.attention.utils"
-_GROUPS: Final = "neuronx_distributed_inference.modules.attention.attention_process_groups"
 
 
 @dataclass(frozen=True)
@@ -145,17 +144,20 @@ def _reordered(heads: Heads) -> list[tuple[int, ...]]:
         raise ConfigError("context parallelism needs a multiple of the KV heads as ranks")
     try:
         utils = importlib.import_module(_UTILS)
-        groups = importlib.import_module(_GROUPS)
     except ImportError as error:
         raise ConfigError(
             "which head a rank holds under context parallelism is known to "
             f"neuronx-distributed-inference only, which does not import: {error}"
         ) from error
-    inverted = groups.get_flattened_inverted_tp_cp_group_mesh(
-        heads.ranks, heads.context_ranks, heads.switch
-    )
+    ordering = None
+    if heads.context_ranks == 8 and heads.ranks == 64:
+        # The one mesh whose groups are not runs of neighbours.
+        found = utils.get_cp8_tp8_rank_ordering(
+            heads.ranks, heads.context_ranks, switch_cc=heads.switch
+        )
+        ordering = [int(rank) for rank in found]
     order = utils.get_context_parallel_reordered_tp_mapping(
-        heads.ranks, heads.context_ranks, heads.kv_heads, inverted
+        heads.ranks, heads.context_ranks, heads.kv_heads, cte_rank_ordering=ordering
     )
     copies = heads.ranks // heads.kv_heads
     return [(int(place) // copies,) for place in order]
