@@ -1,0 +1,109 @@
+"""Engines that come and go: on the same port, hundreds of times, without growth."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hostile.scene import FRESH, HIT, Scene, nothing_left, transfer
+
+pytestmark = pytest.mark.real_nixl
+
+# What may be left behind for good: caches of allocators. The engine that comes and goes makes
+# all it has anew each time, in one process; the one that stays only its agent.
+MOST_KIB = {"stays": 12 << 10, "comes and goes": 24 << 10}
+MOST_DESCRIPTORS = 16
+MOST_THREADS = 2
+SWIFT = {"idle_poll": 0.002, "waiting_poll": 0.002}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_restart_on_the_same_port(stage, side):
+    scene = stage(silence=1.5, alive_interval=0.25)
+    p, d = scene.child("P", "producer"), scene.child("D", "consumer")
+    transfer(scene, p, d, "before")
+    if side == "prefill":
+        p = scene.again(p)
+        # Any engine takes longer than that to come back.
+        scene.flow(scene.config.silence)
+    else:
+        d = scene.again(d)
+    for number in range(3):
+        transfer(scene, p, d, f"after {number}")
+    nothing_left(scene, p)
+    nothing_left(scene, d)
+
+
+def test_engines_that_came_and_went_are_forgotten(stage):
+    scene = stage(silence=1.5, alive_interval=0.25)
+    p, d = scene.rank("P", "producer"), scene.rank("D", "consumer")
+    other_p, other_d = scene.child("P0", "producer"), scene.child("D0", "consumer")
+    for number in range(4):
+        transfer(scene, other_p, d, f"in {number}", engine=f"P{number}")
+        transfer(scene, p, other_d, f"out {number}")
+        other_p.call("reborn", f"P{number + 1}")
+        other_d.call("reborn", f"D{number + 1}")
+    for rank in (p, d):
+        scene.until(lambda rank=rank: rank.state()["links"] == 0, what=f"{rank.state()}")
+        assert rank.state()["generation"] == 1  # nothing was on its way: nothing to fence
+
+
+def reconnect(scene: Scene, p, d, number: int) -> None:
+    """P is a new engine on the old port; every other one leaves with a transfer under way."""
+    p.call("reborn", f"P{number}")
+    transfer(scene, p, d, f"whole {number}", FRESH, number, f"P{number}")
+    if number % 2:
+        p.call("offer", f"half {number}", HIT[:4], number, 2)
+        attempt = d.want(f"half {number}", HIT[:4], p.address, f"P{number}")
+        scene.until(lambda: d.exact(HIT[:2], number), what="half of it")
+        p.call("reborn", f"P{number} gone")
+        scene.hears(d, "ReceiveFailed", attempt)
+        scene.hears(d, "Unpinned", attempt)
+
+
+def grows(before, after, key):
+    return after[key] - before[key]
+
+
+def many(stage, times):
+    scene = stage(alive_interval=0.05, rotation_interval=0.01, silence=4.0, **SWIFT)
+    p, d = scene.child("P", "producer"), scene.rank("D", "consumer")
+    warm = max(10, times // 10)
+    for number in range(warm):
+        reconnect(scene, p, d, number)
+    settled(scene, d)
+    ours, theirs = d.state(), p.call("state")
+    for number in range(warm, warm + times):
+        reconnect(scene, p, d, number)
+    settled(scene, d)
+    both = {"stays": (ours, d.state()), "comes and goes": (theirs, p.call("state"))}
+    for name, (before, after) in both.items():
+        kib = grows(before, after, "rss_kib")
+        print(f"{times} reconnects, the one that {name}: {kib} KiB, {after}")
+        assert kib < MOST_KIB[name] * max(1, times // 200)
+        assert grows(before, after, "descriptors") <= MOST_DESCRIPTORS
+        assert grows(before, after, "threads") <= MOST_THREADS
+    assert d.tally("rotations") >= times // 2
+
+
+def settled(scene, d):
+    """Nothing under way, and the dead are forgotten."""
+    nothing_left(scene, d)
+    scene.until(lambda: d.state()["links"] <= 1, what=f"links to the dead: {d.state()}")
+
+
+@pytest.mark.slow
+def test_two_hundred_reconnects_leave_nothing_behind(stage):
+    many(stage, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_thousand_reconnects_leave_nothing_behind(stage):
+    many(stage, 1000)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_ten_thousand_reconnects_leave_nothing_behind(stage):
+    many(stage, 10_000)
