@@ -40,7 +40,7 @@ class Side:
         found = _SIDE.fullmatch(text)
         if found is None or found["device"] not in DEVICES:
             raise ConfigError(f"{text!r} is not device[/tpN][/bN][@version]")
-        block = int(found["block"] or DEVICES[found["device"]].block_tokens)  # type: ignore[index]
+        block = int(found["block"] or DEVICES[found["device"]].block_tokens)
         return cls(found["device"], int(found["tp"] or 1), block, found["vllm"] or default)
 
     def __str__(self) -> str:
@@ -89,6 +89,11 @@ class Cell:
     may_refuse: bool
 
     @property
+    def devices(self) -> str:
+        """Such as "trn2>p5en"."""
+        return f"{self.prefill.device}>{self.decode.device}"
+
+    @property
     def name(self) -> str:
         words = [self.model, self.connector, self.mode, *self.load]
         words += [] if self.prefix_caching else ["no-prefix-cache"]
@@ -132,9 +137,9 @@ def _expand(matrix: MatrixSpec, spec: CellSpec) -> Iterator[Cell]:
 
 
 def select(found: list[Cell], only: list[str]) -> list[Cell]:
-    """Cells whose names hold every word of one of the `only` texts."""
-    if not only:
-        return found
+    """Cells whose names hold one of the `only` texts, or whose devices are "p>d"."""
     return [
-        cell for cell in found if any(all(w in cell.name for w in text.split()) for text in only)
+        cell
+        for cell in found
+        if not only or any(text == cell.devices or text in cell.name for text in only)
     ]

@@ -25,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="ci/run_matrix", description="Run the mixed-fleet matrix.")
     made.add_argument("--tier", choices=TIERS, default="pr")
     made.add_argument(
-        "--only", action="append", default=[], metavar="WORDS",
-        help="cells whose names hold all these words; may be repeated",
+        "--only", action="append", default=[], metavar="TEXT",
+        help="cells whose names hold this text, or whose devices are this: trn2>p5en",
     )  # fmt: skip
     made.add_argument("--list", action="store_true", help="name the cells and their engines' state")
     made.add_argument("--json", action="store_true", help="end with one JSON list on stdout")
@@ -38,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
         "--no-install", action="store_true",
         help="cells that need a vLLM version which is not installed are not run",
     )  # fmt: skip
+    made.add_argument(
+        "--hardware-only", action="store_true", help="cells without their hardware are not run"
+    )
     return made
 
 
@@ -88,12 +91,17 @@ def _run_all(
     with tempfile.TemporaryDirectory(prefix="neuron-push-matrix-") as scratch:
         logs = (args.logs or Path(scratch)).absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        pool = Pool(logs, args.most_ranks, lambda text: _say(f"    {text}", args.json))
+
+        def progress(text: str) -> None:
+            if "starting" not in text:
+                _say(f"    {text}", args.json)
+
+        pool = Pool(logs, args.most_ranks, progress)
         outcomes = []
         try:
             for cell in chosen:
                 begun = time.monotonic()
-                outcome = _run(cell, pool, nodes, args.no_install)
+                outcome = _run(cell, pool, nodes, args)
                 outcome.seconds = time.monotonic() - begun
                 outcomes.append(outcome)
                 _say(report.line(outcome), args.json)
@@ -102,12 +110,14 @@ def _run_all(
         return outcomes
 
 
-def _run(cell: Cell, pool: Pool, nodes: list[hardware.Node], no_install: bool) -> Outcome:
+def _run(cell: Cell, pool: Pool, nodes: list[hardware.Node], args: argparse.Namespace) -> Outcome:
     if cell.connector == "neuron-push" and cell.mode == "pull":
         return Outcome(cell, State.NOT_RUN, "this version does not pull")
     real = hardware.pair(cell, nodes)
     missing = [s.vllm for s in (cell.prefill, cell.decode) if not environments.ready(s.vllm)]
-    if real is None and no_install and missing:
+    if real is None and args.hardware_only:
+        return Outcome(cell, State.NOT_RUN, "no hardware for it is declared")
+    if real is None and args.no_install and missing:
         return Outcome(cell, State.NOT_RUN, f"vLLM {missing[0]} is not installed")
     try:
         if real is not None:

@@ -1,0 +1,125 @@
+"""The matrix: its file, its states, its reports."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from ci.matrix import cells, checks, command, hardware, load, pool, report, states
+from ci.matrix.states import Outcome, State
+from neuron_push.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+MATRIX = cells.read(ROOT / "ci" / "matrix.yaml")
+PR = cells.cells(MATRIX, "pr")
+
+
+def cell(**changes):
+    text = {"prefill": "trn2", "decode": "p5en", **changes}
+    sides = [cells.Side.parse(text[name], "0.32.0") for name in ("prefill", "decode")]
+    return cells.Cell(*sides, "tiny-gqa", "neuron-push", "push", True, "gpu-v2", ("shapes",), False)
+
+
+def test_there_are_no_other_states():
+    assert {str(state) for state in State} == {
+        "passed-hardware", "passed-emulated", "not-run", "failed", "refused",
+    }  # fmt: skip
+
+
+def test_an_emulated_pass_is_never_a_hardware_pass():
+    verdict = checks.Verdict([], "", {})
+    assert command.judge(cell(), verdict, False).state is State.PASSED_EMULATED
+    assert command.judge(cell(), verdict, True).state is State.PASSED_HARDWARE
+    assert states.passed(False) is State.PASSED_EMULATED
+
+
+def test_a_refusal_counts_only_where_it_is_listed():
+    refusal = checks.Verdict([], "needs layout translation", {})
+    assert command.judge(cell(), refusal, False).state is State.FAILED
+    listed = next(c for c in PR if c.may_refuse)
+    assert command.judge(listed, refusal, False).state is State.REFUSED
+    assert command.judge(listed, checks.Verdict([], "", {}), False).state is State.PASSED_EMULATED
+
+
+def test_a_problem_is_a_failure():
+    verdict = checks.Verdict(["one answer differs"], "", {})
+    assert command.judge(cell(), verdict, False).state is State.FAILED
+
+
+def test_the_pr_tier_has_what_every_change_must_pass():
+    pairs = {(c.prefill.device, c.decode.device) for c in PR}
+    assert pairs >= {(p, d) for p in ("trn2", "p5en") for d in ("trn2", "p5en")}
+    assert {(c.prefill.tp, c.decode.tp) for c in PR} >= {(1, 1), (2, 1), (1, 2)}
+    assert ("0.29.0", "0.32.0") in {(c.prefill.vllm, c.decode.vllm) for c in PR}
+    loads = {kind for c in PR for kind in c.load}
+    assert loads >= {"prefix", "aborts"}
+
+
+def test_tiers_include_the_smaller_ones():
+    names = [{c.name for c in cells.cells(MATRIX, tier)} for tier in cells.TIERS]
+    assert names[0] < names[1] < names[2]
+
+
+def test_vllms_own_connectors_have_homogeneous_cells():
+    theirs = [c for c in cells.cells(MATRIX, "merge") if c.connector != "neuron-push"]
+    assert {c.connector for c in theirs} == {"vllm-push", "vllm-pull"}
+    assert all(c.prefill == c.decode for c in theirs)
+
+
+@pytest.mark.parametrize("text", ["h100", "trn2/x2", "trn2@1", "p5en/tp"])
+def test_nonsense_sides_are_refused(text):
+    with pytest.raises(ConfigError, match="device"):
+        cells.Side.parse(text, "0.32.0")
+
+
+def test_sides_have_their_devices_block_size():
+    assert str(cells.Side.parse("trn2", "0.32.0")) == "trn2/tp1/b32@0.32.0"
+    assert str(cells.Side.parse("p5en/tp2/b48@0.29.0", "0.32.0")) == "p5en/tp2/b48@0.29.0"
+
+
+def test_cells_that_differ_in_load_share_engines():
+    first, *_ = PR
+    other = [c for c in PR if c.prefill == first.prefill and c is not first]
+    assert other and all(pool.keys(c)[0] == pool.keys(first)[0] for c in other)
+
+
+def test_loads_repeat_for_the_same_seed_and_the_storm_is_200():
+    assert load.flat(load.batches("burst", 16, "x")) == load.flat(load.batches("burst", 16, "x"))
+    storm = load.flat(load.batches("aborts", 16, "x"))
+    assert len(storm) == 200 and sum(r.give_up_after is not None for r in storm) > 100
+
+
+def test_hardware_needs_both_sides(tmp_path, monkeypatch):
+    node = {
+        "device": "trn2", "role": "prefill", "name": "p0", "url": "http://p:8100", "host": "p",
+        "side_port": 5600, "served": "m", "vllm": "0.32.0",
+    }  # fmt: skip
+    path = tmp_path / "nodes.yaml"
+    path.write_text(json.dumps([node]))
+    monkeypatch.setenv(hardware.VARIABLE, str(path))
+    nodes = hardware.inventory()
+    assert hardware.pair(cell(), nodes) is None
+    path.write_text(json.dumps([node, {**node, "device": "p5en", "role": "decode", "block": 16}]))
+    assert hardware.pair(cell(), hardware.inventory()) is not None
+    monkeypatch.delenv(hardware.VARIABLE)
+    assert hardware.inventory() == []
+
+
+def test_reports_say_the_same_in_every_form(tmp_path):
+    outcomes = [Outcome(cell(), state, "why" if "passed" not in state else "") for state in State]
+    report.write(outcomes, tmp_path, "pr")
+    rows = json.loads((tmp_path / "matrix.json").read_text())
+    assert [row["state"] for row in rows] == [str(state) for state in State]
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("5", "1", "2")
+    page = (tmp_path / "matrix.html").read_text()
+    assert all(state in page for state in State) and "trn2/tp1/b32@0.32.0" in page
+
+
+def test_the_command_lists_cells_for_a_plan_job(capsys):
+    assert command.main(["--list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["cell"] for row in rows] == [c.name for c in PR]
+    assert {row["where"] for row in rows} == {"emulated"}
+    assert command.main(["--only", "no such cell"]) == 2
