@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from neuron_push import backends
 from neuron_push.backends import Attention
@@ -21,6 +23,7 @@ from neuron_push.errors import ConfigError
 from neuron_push.geometry import Plane
 from neuron_push.layouts import Place, View
 from neuron_push.tensors import MemoryType, Tensor, whole_allocation
+from neuron_push.transform import HostMover, Mover
 
 __all__ = [
     "NO_VARIABLES",
@@ -30,6 +33,7 @@ __all__ = [
     "Fence",
     "MemoryType",
     "Probe",
+    "Slab",
     "Tensor",
     "installed",
     "lookup",
@@ -66,6 +70,13 @@ class Fence(Protocol):
 
     def wait(self, timeout_s: float) -> bool:
         """Block the calling thread until done or until the time is over; returns `done()`."""
+
+
+class Slab(NamedTuple):
+    """Staging memory: its address, and the object whose end frees it."""
+
+    base: int
+    owner: object
 
 
 @runtime_checkable
@@ -122,12 +133,15 @@ class Accelerator(Protocol):
     def record_fence(self) -> Fence:
         """Mark the end of what the calling thread has launched. Returns at once."""
 
-    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
-        """Run strided copies beside the engine once `after` is done; the fence of their end.
+    def mover(self) -> Mover:
+        """What packs and unpacks pages in this memory, beside the engine where that is possible.
 
-        `work` issues tensor copies and is called on this thread, once, before the return. Called
-        by one thread only. Raises ConfigError where `can_reorder` is False.
+        Moves what is settled: the caller has seen the fence done. Used by one thread, the one
+        that called `enter_thread`. Raises ConfigError where `can_reorder` is False.
         """
+
+    def slab(self, nbytes: int) -> Slab:
+        """Memory of the caches' own kind, to pack into. Raises ConfigError as `mover` does."""
 
     def nixl_backends(self, wanted: Sequence[str] = ()) -> tuple[str, ...]:
         """NIXL backends to instantiate, best first: `wanted` if it is not empty, else its own.
@@ -183,12 +197,12 @@ class CpuAccelerator:
     def record_fence(self) -> Fence:
         return DoneFence()
 
-    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
-        # Host copies run where they are called; whoever recorded `after` did so behind the work.
-        if not after.done():
-            raise ConfigError("host memory is reordered only after its fence is done")
-        work()
-        return DoneFence()
+    def mover(self) -> Mover:
+        return HostMover()
+
+    def slab(self, nbytes: int) -> Slab:
+        memory = np.empty(nbytes, np.uint8)
+        return Slab(memory.ctypes.data, memory)
 
     def nixl_backends(self, wanted: Sequence[str] = ()) -> tuple[str, ...]:
         return tuple(wanted) or ("UCX",)

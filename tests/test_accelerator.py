@@ -8,6 +8,7 @@ import logging
 import sys
 from importlib.metadata import EntryPoint
 
+import numpy as np
 import pytest
 
 from neuron_push import accelerator as core
@@ -17,6 +18,7 @@ from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import GeometryError
 from neuron_push.layouts import Place
+from neuron_push.transform import Rows
 from tests.devices import machine, nrt, torch_cuda
 from tests.devices.tensors import FakeTensor
 
@@ -132,15 +134,12 @@ class TestContract:
 
     def test_it_reorders_or_says_why_not(self, case):
         accelerator = case[0]
-        ran = []
         if accelerator.can_reorder:
-            fence = accelerator.run_aside(lambda: ran.append(1), accelerator.record_fence())
-            assert ran == [1]
-            assert hasattr(fence, "done")
+            assert callable(accelerator.mover().move)
         else:
-            with pytest.raises(ConfigError, match="does not reorder"):
-                accelerator.run_aside(lambda: ran.append(1), accelerator.record_fence())
-            assert not ran
+            for ask in (accelerator.mover, lambda: accelerator.slab(64)):
+                with pytest.raises(ConfigError, match="does not reorder"):
+                    ask()
 
     def test_a_thread_can_be_made_ready_once_the_caches_are_known(self, case):
         accelerator, tensor, _ = case
@@ -204,13 +203,12 @@ class TestCpu:
         packed, _ = CpuAccelerator().planes(tensor, Attention("CPU_ATTN", isa="amx"), place)
         assert packed.interior == "cpu_attn:amx:k:16x8x2"
 
-    def test_it_does_not_copy_before_the_fence(self):
-        class Pending(core.DoneFence):
-            def done(self):
-                return False
-
-        with pytest.raises(ConfigError, match="after its fence"):
-            CpuAccelerator().run_aside(lambda: None, Pending())
+    def test_it_packs_and_unpacks_where_it_is_called(self):
+        slab = CpuAccelerator().slab(64)
+        slab.owner[:] = np.arange(64)
+        places = slab.base + np.array([8, 0, 24], np.int64)
+        assert CpuAccelerator().mover().move([Rows(8, 8, 3, places, slab.base + 40)]).done()
+        assert slab.owner[40:].tolist() == [*range(8, 16), *range(8), *range(24, 32)]
 
 
 class Present(CpuAccelerator):

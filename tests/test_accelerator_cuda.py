@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from neuron_push.accelerator import DoneFence
 from neuron_push.errors import ConfigError
+from neuron_push.transform import HostMover, Rows
 from tests.devices import machine, torch_cuda
 from tests.devices.tensors import FakeTensor
 
 cuda = pytest.importorskip("neuron_push_cuda")
 fences = pytest.importorskip("neuron_push_cuda.fences")
+mover = pytest.importorskip("neuron_push_cuda.mover")
 segments = pytest.importorskip("neuron_push_cuda.segments")
 
 
@@ -87,43 +90,10 @@ class TestFence:
         assert not cuda.CudaAccelerator().record_fence().wait(5.0)
 
 
-class TestReorder:
-    def accelerator(self, tmp_path, device=3):
-        found = cuda.CudaAccelerator(tmp_path)
-        found.region(FakeTensor("cuda", number=device))
-        return found
-
-    def test_copies_run_on_a_side_stream_behind_the_fence(self, torch, tmp_path):
-        accelerator = self.accelerator(tmp_path)
-        torch.default.launch("forward")
-        fence = accelerator.record_fence()
-        seen = []
-        done = accelerator.run_aside(lambda: seen.append(torch.current_stream()), fence)
-        (side,) = seen
-        assert side is not torch.default and side.device == 3
-        assert side.work == [("wait", fence.event)]
-        assert torch.current_stream() is torch.default
-        assert not done.done()
-        side.finish()
-        assert done.done()
-
-    def test_one_stream_serves_all_calls(self, torch, tmp_path):
-        accelerator = self.accelerator(tmp_path)
-        seen = []
-        for _ in range(2):
-            accelerator.run_aside(lambda: seen.append(torch.current_stream()), DoneFence())
-        assert seen[0] is seen[1]
-
-    def test_a_fence_of_another_kind_must_be_done(self, torch, tmp_path):
-        class Pending(DoneFence):
-            def done(self):
-                return False
-
-        with pytest.raises(ConfigError, match="CUDA events only"):
-            self.accelerator(tmp_path).run_aside(lambda: None, Pending())
-
+class TestThread:
     def test_a_thread_takes_the_device_of_the_caches(self, torch, tmp_path):
-        accelerator = self.accelerator(tmp_path, device=5)
+        accelerator = cuda.CudaAccelerator(tmp_path)
+        accelerator.region(FakeTensor("cuda", number=5))
         found = []
 
         def body():
@@ -139,6 +109,85 @@ class TestReorder:
     def test_before_any_cache_there_is_nothing_to_choose(self, torch, tmp_path):
         cuda.CudaAccelerator(tmp_path).enter_thread()
         assert torch.current_device() == 0
+
+
+class TestReorder:
+    """The copies are PyTorch's, on host tensors; streams and events are the fake's."""
+
+    @pytest.fixture
+    def hybrid(self, monkeypatch):
+        real = pytest.importorskip("torch")
+        fake = torch_cuda.FakeCuda(8)
+
+        class Hybrid:
+            cuda = fake
+
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+        monkeypatch.setitem(sys.modules, "torch", Hybrid())
+        return fake
+
+    def mover(self, tmp_path, device=3):
+        accelerator = cuda.CudaAccelerator(tmp_path)
+        accelerator.region(FakeTensor("cuda", number=device))
+        return mover.StreamMover(accelerator._aside, host_bytes)
+
+    def test_copies_run_on_a_side_stream_and_end_with_an_event(self, hybrid, tmp_path, monkeypatch):
+        moving = self.mover(tmp_path)
+        seen = []
+        monkeypatch.setattr(moving, "_copy", lambda rows: seen.append(hybrid.current_stream()))
+        for _ in range(2):
+            fence = moving.move([SimpleNamespace(count=1), SimpleNamespace(count=0)])
+        one, two = seen
+        assert one is two and one is not hybrid.default and one.device == 3
+        assert hybrid.current_stream() is hybrid.default
+        assert fence.event.stream is one
+
+    @pytest.mark.parametrize("unit", [1, 2, 6, 8, 24, 256])
+    @pytest.mark.parametrize("odd", [0, 1])
+    @pytest.mark.parametrize("way", ["pack", "unpack", "both", "neither"])
+    def test_rows_arrive_as_host_copies_do(self, hybrid, tmp_path, monkeypatch, unit, odd, way):
+        monkeypatch.setattr(mover, "BATCH_BYTES", 3 * unit)
+        random = np.random.default_rng(unit + odd)
+        pages = random.integers(0, 256, 64 * unit + odd, np.uint8)
+        count = 20
+        scattered = [
+            memory.ctypes.data + odd + unit * random.permutation(64)[:count].astype(np.int64)
+            for memory in (pages, pages)
+        ]
+        results = []
+        for moving in (HostMover(), self.mover(tmp_path)):
+            target = np.zeros_like(pages)
+            shift = target.ctypes.data - pages.ctypes.data
+            source = scattered[0] if way in ("pack", "both") else pages.ctypes.data + odd
+            into = scattered[1] + shift if way in ("unpack", "both") else target.ctypes.data + odd
+            moving.move([Rows(unit, unit, count, source, into)])
+            results.append(target)
+        assert results[0].any()
+        assert (results[0] == results[1]).all()
+
+    def test_rows_may_start_at_finer_steps_than_their_length(self, hybrid, tmp_path):
+        pages = np.arange(128, dtype=np.uint8)
+        target = np.zeros(24, np.uint8)
+        places = pages.ctypes.data + np.array([4, 12, 100], np.int64)
+        self.mover(tmp_path).move([Rows(8, 4, 3, places, target.ctypes.data)])
+        assert target.tolist() == [*range(4, 12), *range(12, 20), *range(100, 108)]
+
+    def test_device_memory_is_seen_through_the_array_interface(self, monkeypatch):
+        asked = []
+        fake = SimpleNamespace(as_tensor=lambda raw, device: asked.append((raw, device)))
+        monkeypatch.setitem(sys.modules, "torch", fake)
+        mover.device_bytes(5)(0x7000, 64)
+        ((raw, device),) = asked
+        assert device == "cuda:5"
+        assert raw.__cuda_array_interface__["data"] == (0x7000, False)
+        assert raw.__cuda_array_interface__["shape"] == (64,)
+
+
+def host_bytes(address, length):
+    torch = sys.modules["torch"]
+    return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
 
 
 class TestRegion:

@@ -18,6 +18,7 @@ from neuron_push.accelerator import (
     Fence,
     MemoryType,
     Probe,
+    Slab,
     Tensor,
     still_to_set,
     whole_allocation,
@@ -26,8 +27,10 @@ from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Plane
 from neuron_push.layouts import Place, View
+from neuron_push.transform import Mover
 from neuron_push_cuda import segments
 from neuron_push_cuda.fences import EventFence
+from neuron_push_cuda.mover import StreamMover, device_bytes
 
 __all__ = ["ALLOW_TCP", "CudaAccelerator", "EventFence"]
 
@@ -111,16 +114,23 @@ class CudaAccelerator:
         event.record()
         return EventFence(event)
 
-    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
+    def mover(self) -> Mover:
+        return StreamMover(self._aside, device_bytes(self._device or 0))
+
+    def slab(self, nbytes: int) -> Slab:
+        torch = importlib.import_module("torch")
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{self._device or 0}")
+        return Slab(int(memory.data_ptr()), memory)
+
+    def _aside(self, work: Callable[[], None]) -> Fence:
+        """Launch copies on a stream of their own; the engine's stream goes on undisturbed.
+
+        Pages and slabs live as long as the engine, so the allocator need not be told that this
+        stream uses them. Temporaries are the stream's own, and reused in its order.
+        """
         torch = importlib.import_module("torch")
         if self._side is None:
             self._side = torch.cuda.Stream(device=self._device)
-        if isinstance(after, EventFence):
-            self._side.wait_event(after.event)
-        elif not after.done():
-            raise ConfigError("a side stream waits for CUDA events only")
-        # Pages and slabs live as long as the engine, so the allocator need not be told that this
-        # stream uses them.
         with torch.cuda.stream(self._side):
             work()
         event = torch.cuda.Event(enable_timing=False)

@@ -25,6 +25,7 @@ from neuron_push.accelerator import (
     Fence,
     MemoryType,
     Probe,
+    Slab,
     Tensor,
     still_to_set,
     whole_allocation,
@@ -33,11 +34,16 @@ from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Plane
 from neuron_push.layouts import Place, View
+from neuron_push.transform import Mover
 from neuron_push_neuron import libnrt, memory, staging
 
 __all__ = ["NeuronAccelerator"]
 
 MAP_HBM: Final = "set NEURON_RT_MAP_HBM=1 before the Neuron runtime starts in this process"
+CANNOT_REORDER: Final = (
+    "Trainium does not reorder pages: a compiled graph owns its cores, and eager strided copies "
+    "are refused; the peer has to"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +133,11 @@ class NeuronAccelerator:
         """
         return DoneFence()
 
-    def run_aside(self, work: Callable[[], None], after: Fence) -> Fence:
-        raise ConfigError(
-            "Trainium does not reorder pages: a compiled graph owns its cores, and eager strided "
-            "copies are refused; the peer has to"
-        )
+    def mover(self) -> Mover:
+        raise ConfigError(CANNOT_REORDER)
+
+    def slab(self, nbytes: int) -> Slab:
+        raise ConfigError(CANNOT_REORDER)
 
     def nixl_backends(self, wanted: Sequence[str] = ()) -> tuple[str, ...]:
         chosen = tuple(wanted) or ("LIBFABRIC",)
