@@ -49,6 +49,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             "plan": Command("neuron_push.bench.plan", "cost of planning copies"),
             "router": Command("neuron_push.bench.router", "what the router adds to a request"),
             "hooks": Command("neuron_push.bench.hooks", "cost of the connector in engine steps"),
+            "faults": Command("neuron_push.bench.faults", "how soon faults are told, blocks back"),
         },
         "micro-benchmarks",
     ),

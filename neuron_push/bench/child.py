@@ -99,9 +99,9 @@ class Child:
         self.wait_until("T")
 
     def wait_until(self, standing: str, within: float = 30.0) -> None:
-        """Wait until it is stopped ("T") or dead ("Z"). Any thread may."""
+        """Wait until it is stopped ("T"), dead ("Z") or one of both ("TZ"). Any thread may."""
         deadline = time.monotonic() + within
-        while (found := self.standing) != standing:
+        while (found := self.standing) not in standing:
             if found == "Z" or time.monotonic() > deadline:
                 raise ChildFailed(f"{self.engine} is not {standing!r} but {found!r}")
             time.sleep(0.001)

@@ -51,6 +51,7 @@ class Trap:
         self.running.set()
         self.closed: list[float] = []  # when agents were destroyed
         self.outgoing: list[tuple[AgentName, bytes]] = []  # notifications to send as they are
+        self._loses: Callable[[bytes], bool] = lambda payload: False
         self._point = ""
         self._peer = ""
         self._act: Act | None = None
@@ -71,6 +72,14 @@ class Trap:
             self._act = lambda: signal.pthread_kill(threading.get_ident(), number)
         else:
             self._act = self.running.clear if act == "freeze" else self._hold
+
+    def lose(self, which: Callable[[bytes], bool]) -> None:
+        """Lose notifications for which this is true."""
+        self._loses = which
+
+    def loses(self, payload: bytes) -> bool:
+        """Whether a notification is lost."""
+        return self._loses(payload)
 
     def reached(self, point: str, peer: str) -> None:
         """The transfer with this peer is at this point."""
@@ -111,6 +120,8 @@ class _Trapped(NixlTransport):
         self._trap = trap
 
     def notify(self, peer: AgentName, payload: bytes) -> None:
+        if self._trap.loses(payload):
+            return
         super().notify(peer, payload)
         if isinstance(decode_notification(payload), Register | Registered):
             # Sent is not gone: the socket takes it when the agent works.

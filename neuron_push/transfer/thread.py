@@ -196,11 +196,17 @@ class TransferThread:
             self._act(driver, self._core.handle(remedy, self._clock()))
 
     def _act(self, driver: Driver, actions: list[Action]) -> None:
+        failures: list[Exception] = []
         for action in actions:
             began = self._clock()
-            driver.carry_out(action, began)
+            try:
+                driver.carry_out(action, began)
+            except Exception as error:  # noqa: BLE001  what follows is for other sessions too
+                failures.append(error)
             if self._tracer is not None:
                 self._tracer.did(action, began, self._clock())
+        if failures:
+            raise failures[0]
 
     def _pause(self, driver: Driver, idle: int) -> None:
         """Rest according to how soon something may happen."""
