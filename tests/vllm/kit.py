@@ -28,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -152,8 +151,9 @@ class Engine:
     ) -> Request:  # fmt: skip
         tokens = list(range(3, 3 + prompt)) if isinstance(prompt, int) else prompt
         settings = SamplingParams(
-            max_tokens=output, ignore_eos=True, extra_args={"kv_transfer_params": params}, **sampling
-        )
+            max_tokens=output, ignore_eos=True,
+            extra_args={"kv_transfer_params": params}, **sampling,
+        )  # fmt: skip
         request = Request(
             request_id=name or f"cmpl-{next(self._serial)}-0-{next(_serial):08x}",
             prompt_token_ids=[token % 500 for token in tokens],

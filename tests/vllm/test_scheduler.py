@@ -159,7 +159,7 @@ def test_preemption_withdraws_and_offers_again(start):
         output, meta = engine.schedule()
         told.append((set(output.preempted_req_ids or ()), meta))
         done = [c.source for c in of_kind(meta, Retire)]
-        pins += [c for c in of_kind(meta, Settle)]
+        pins += list(of_kind(meta, Settle))
         quiet = {c.pin for _, m in told for c in of_kind(m, Settle) if c.source in done}
         engine.update(output, unpinned=unpin(*quiet))
     preempted = [(names, meta) for names, meta in told if names]

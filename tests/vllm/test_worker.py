@@ -67,7 +67,8 @@ class Accelerator:
 
 
 def half_with(log, *, drafts=False, rank=0):
-    draft = types.SimpleNamespace(method="eagle", draft_model_config=types.SimpleNamespace(model="m"))
+    model = types.SimpleNamespace(model="m")
+    draft = types.SimpleNamespace(method="eagle", draft_model_config=model)
     config = types.SimpleNamespace(
         kv_transfer_config=types.SimpleNamespace(engine_id="e"),
         speculative_config=draft if drafts else None,

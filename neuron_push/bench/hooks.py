@@ -1,0 +1,241 @@
+"""`neuron-push bench hooks`: what a connector costs an engine's main loop.
+
+Time inside all hooks of both halves, pickling of metadata included, minus what a connector that
+does nothing costs in the same steps, for this connector and vLLM's NIXL connectors in the same
+run. See `rig` for the set-up. Each connector has a process of its own; P and D share it and its
+interpreter lock. Two clocks run: CPU time of the main thread, which is judged, and the wall,
+which also holds waits for the interpreter lock and for a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json as jsonlib
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Final
+
+from neuron_push.bench.pair import NO_OP, OURS, PULL, PUSH, WORK, Pair
+
+__all__ = ["add_arguments", "main"]
+
+SIZES: Final = (1024, 4096, 16384)
+METHOD: Final = (
+    "vLLM's Scheduler and KVCacheManager with each connector's scheduler half; worker halves with "
+    "real NIXL agents (UCX) over KV caches in host memory, P and D in one process per connector; "
+    "hooks called in the V1 runner's order without layer hooks; no model runs, 1 ms pass between "
+    "steps; vLLM's check of block sizes against attention kernels is off; "
+    "blocks of 16 tokens, chunks of 2048 tokens, 28 layers, 1 KV head of 128 in bfloat16"
+)
+TARGETS: Final = {"step_us": 30.0, "block_ns": 20.0, "request_us": 300.0, "quiet_us": 10.0,
+                  "quiet_bytes": 200, "idle_core": 0.01}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--repeat", type=int, default=9, help="requests per case (9)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="prompt tokens")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Entry for the command line; exit status 1 if a target is missed."""
+    if args.child:
+        print(jsonlib.dumps(_measure(args.child, args.sizes, args.repeat)))
+        return 0
+    found = {name: _child(name, args) for name in (NO_OP, OURS, PUSH, PULL)}
+    report = _report(found, args)
+    if not args.json:
+        _print_table(report)
+    print(jsonlib.dumps(report))
+    return 0 if all(report["within_target"].values()) else 1
+
+
+def _child(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one connector in a fresh process."""
+    code = "import sys; from neuron_push.bench import hooks; sys.exit(hooks.child(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--child", name, "--repeat", str(args.repeat)]
+    command += ["--sizes", *map(str, args.sizes)]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "NIXL_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    try:
+        found: dict[str, Any] = jsonlib.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"error": done.stderr.strip().splitlines()[-1:] or ["no output"]}
+    return found
+
+
+def child(words: list[str]) -> int:
+    """Entry of the process that measures one connector."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args(words))
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def _measure(name: str, sizes: list[int], repeat: int) -> dict[str, Any]:
+    from neuron_push.bench import rig, shells
+
+    shells.prepare()
+    blocks = 2 * max(sizes) // shells.BLOCK + 64
+    prefill = rig.Side(name, "kv_producer", blocks, 17_710)
+    decode = rig.Side(name, "kv_consumer", blocks, 17_730)
+    pair = Pair(name, prefill, decode)
+    time.sleep(2.0)  # ranks announce themselves
+    found: dict[str, Any] = {
+        "quiet": {label: _quiet(steps) for label, steps in pair.quiet().items()},
+        "cases": {},
+    }
+    if name != NO_OP:
+        found["idle_core"], found["idle_process"] = _idle(3.0)
+    for arrangement in ("contiguous", "fragmented"):
+        if arrangement == "fragmented":
+            prefill.fragment()
+            decode.fragment()
+        for tokens in sizes:
+            runs = [pair.request(tokens) for _ in range(repeat + 1)][1:]
+            found["cases"][f"{tokens} {arrangement}"] = {
+                side: _summary([run[side] for run in runs]) for side in ("P", "D")
+            }
+    prefill.close()
+    decode.close()
+    return found
+
+
+def _quiet(steps: list[Any]) -> dict[str, Any]:
+    return {
+        **_clocks([[step] for step in steps]),
+        "bytes": max(step.metadata_bytes for step in steps),
+    }
+
+
+def _clocks(groups: list[list[Any]]) -> dict[str, float]:
+    """Median microseconds of groups of steps, by CPU time and by the wall."""
+    return {
+        "us": statistics.median(sum(step.cpu for step in group) for group in groups) / 1e3,
+        "wall_us": statistics.median(sum(step.wall for step in group) for group in groups) / 1e3,
+    }
+
+
+def _summary(runs: list[list[Any]]) -> dict[str, Any]:
+    """Medians over requests: the whole, each kind of step, and the number of steps."""
+    kinds = {}
+    for kind in WORK:
+        steps = [step for run in runs for step in run if step.kind == kind]
+        if steps:
+            blocks = statistics.median(step.blocks for step in steps)
+            kinds[kind] = {**_clocks([[step] for step in steps]), "blocks": blocks}
+    count = statistics.median(len(run) for run in runs)
+    return {**_clocks(runs), "steps": count, "kinds": kinds}
+
+
+def _idle(seconds: float) -> tuple[float, float]:
+    """Cores used while both engines are parked: by our threads, and by the whole process."""
+    own = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name.startswith("neuron-push") and thread.ident is not None
+    ]
+    before = sum(map(time.clock_gettime, own)), time.process_time()
+    time.sleep(seconds)
+    after = sum(map(time.clock_gettime, own)), time.process_time()
+    return (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds
+
+
+# ---------------------------------------------------------------------- reporting
+
+
+def _report(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """Costs beyond the no-op's per step, ratios to the rivals, and what is within target."""
+    base = found[NO_OP]
+    costs: dict[str, Any] = {name: _net(found[name], base) for name in (OURS, PUSH, PULL)}
+    return {
+        "bench": "hooks",
+        "method": METHOD,
+        "config": {"sizes": args.sizes, "repeat": args.repeat},
+        "costs": costs,
+        "within_target": _verdicts(costs) if "error" not in costs[OURS] else {"ran": False},
+    }
+
+
+def _net(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Costs beyond those of the no-op, which has the same caches after the same pauses."""
+    if "error" in found or "error" in base:
+        return {"error": found.get("error", base.get("error"))}
+    net: dict[str, Any] = {key: found[key] for key in ("idle_core", "idle_process")}
+    net["quiet"] = {s: _less(found["quiet"][s], base["quiet"][s], 1) for s in "PD"}
+    net["cases"] = {}
+    for case, sides in found["cases"].items():
+        net["cases"][case] = {}
+        for side, cost in sides.items():
+            nothing = base["cases"][case][side]
+            step = {clock: nothing[clock] / nothing["steps"] for clock in ("us", "wall_us")}
+            kinds = {name: _less(kind, step, 1) for name, kind in cost["kinds"].items()}
+            net["cases"][case][side] = {**_less(cost, step, cost["steps"]), "kinds": kinds}
+    return net
+
+
+def _less(cost: dict[str, Any], step: dict[str, float], steps: float) -> dict[str, Any]:
+    return {**cost, **{clock: cost[clock] - steps * step[clock] for clock in ("us", "wall_us")}}
+
+
+def _verdicts(costs: dict[str, Any]) -> dict[str, bool]:
+    ours = costs[OURS]
+    cases = ours["cases"].items()
+    per_step = all(
+        kind["us"] <= TARGETS["step_us"] + kind["blocks"] * TARGETS["block_ns"] / 1e3
+        for _, sides in cases
+        for side in sides.values()
+        for kind in side["kinds"].values()
+    )
+    whole = [c for case, sides in cases if case.startswith("16384") for c in sides.values()]
+    rivals = [costs[name] for name in (PUSH, PULL) if "error" not in costs[name]]
+    return {
+        "step_with_work": per_step,
+        "request_of_16k": all(cost["us"] <= TARGETS["request_us"] for cost in whole),
+        "quiet_step": all(q["us"] < TARGETS["quiet_us"] for q in ours["quiet"].values()),
+        "quiet_metadata": all(q["bytes"] < TARGETS["quiet_bytes"] for q in ours["quiet"].values()),
+        "idle": ours["idle_core"] < TARGETS["idle_core"],
+        "below_rivals": bool(rivals) and all(
+            sides[side]["us"] < rival["cases"][case][side]["us"]
+            for case, sides in cases for side in "PD" for rival in rivals
+        ),
+    }  # fmt: skip
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    costs = report["costs"]
+    print(report["method"])
+    for name in (OURS, PUSH, PULL):
+        if "error" in costs[name]:
+            print(f"{name}: {costs[name]['error']}")
+            continue
+        quiet, cost = costs[name]["quiet"], costs[name]
+        print(
+            f"{name:<20} quiet step P {quiet['P']['us']:5.1f} us  D {quiet['D']['us']:5.1f} us"
+            f"  metadata {quiet['P']['bytes']} B  idle pair {cost['idle_process']:.2%} of a core"
+        )
+    if "error" not in costs[OURS]:
+        print(f"{'CPU us per request':<22}{'ours':>7}{'wall':>7}{'steps':>6}"
+              f"{'nixl push':>16}{'nixl pull':>16}")  # fmt: skip
+        for case, sides in costs[OURS]["cases"].items():
+            for side, cost in sides.items():
+                rivals = "".join(_beside(costs[n], case, side, cost["us"]) for n in (PUSH, PULL))
+                print(f"{case + ' ' + side:<22}{cost['us']:>7.0f}{cost['wall_us']:>7.0f}"
+                      f"{cost['steps']:>6.0f}{rivals}")  # fmt: skip
+    for name, met in report["within_target"].items():
+        print(f"{name:<20} {'ok' if met else 'OVER TARGET'}")
+
+
+def _beside(rival: dict[str, Any], case: str, side: str, ours: float) -> str:
+    if "error" in rival:
+        return f"{'-':>16}"
+    theirs = rival["cases"][case][side]["us"]
+    return f"{theirs:>9.0f} {theirs / ours:>5.1f}x"
