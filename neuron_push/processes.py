@@ -6,6 +6,7 @@ else.
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -97,7 +98,8 @@ class Server:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+        except (urllib.error.URLError, http.client.HTTPException, OSError):
+            # HTTPException: somebody else has taken the port and speaks another protocol.
             return False
 
     def wait_ready(self, timeout: float = START_TIMEOUT, progress: Progress | None = None) -> None:

@@ -57,19 +57,27 @@ class Pool:
         wanted = keys(cell)
         new = [key for key in wanted if not self._alive(key)]
         self._make_room(wanted, new)
+        try:
+            self._start(new)
+        except processes.ServerFailed as error:
+            # A free port may be taken by another process before the server binds it.
+            self._say(f"once more: {str(error).splitlines()[0]}")
+            self._start(new)
+        for key in wanted:
+            self._used[key] = time.monotonic()
+        prefill, decode = wanted
+        return self._running[prefill], self._running[decode]
+
+    def _start(self, new: list[Key]) -> None:
         started = {key: self._make(key) for key in new}
         try:
             for engine in started.values():
                 engine.start()
             processes.wait_ready(list(started.values()), progress=self._say)
-        except processes.ServerFailed:
+        except BaseException:
             processes.stop(list(started.values()))
             raise
         self._running.update(started)
-        for key in wanted:
-            self._used[key] = time.monotonic()
-        prefill, decode = wanted
-        return self._running[prefill], self._running[decode]
 
     def close(self) -> None:
         """Stop everything."""
