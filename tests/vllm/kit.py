@@ -80,9 +80,7 @@ def engine_config(
     settings = {"side_channel_port": 0, **(extra or {})} if own else extra
     transfer = KVTransferConfig(
         kv_connector=connector,
-        kv_connector_module_path=(
-            "neuron_push.vllm.connector" if own else None
-        ),
+        kv_connector_module_path=("neuron_push.vllm.connector" if own else None),
         kv_role=role,
         engine_id=f"engine-{next(_serial)}",
         kv_load_failure_policy=policy,

@@ -130,9 +130,7 @@ def test_several_groups_are_refused_where_a_failure_would_stop_the_engine(monkey
 def test_the_installed_vllm_and_several_groups():
     config = engine_config()
     if compat.FAILS_BY_REQUEST:
-        NeuronPushConnector(
-            config, KVConnectorRole.SCHEDULER, cache_config(8, groups=2)
-        ).shutdown()
+        NeuronPushConnector(config, KVConnectorRole.SCHEDULER, cache_config(8, groups=2)).shutdown()
     else:
         with pytest.raises(ConfigError, match=r"0\.30"):
             NeuronPushConnector(config, KVConnectorRole.SCHEDULER, cache_config(8, groups=2))

@@ -353,9 +353,7 @@ def test_a_failed_load_is_recomputed_and_never_loaded_again(start):
     request = engine.add(40, DECODE)
     found = receive_of(engine, request)
     assert found.hold_failure
-    engine.step(
-        failed=(request.request_id,), bad_blocks=found.blocks[0], unpinned=unpin(found.pin)
-    )
+    engine.step(failed=(request.request_id,), bad_blocks=found.blocks[0], unpinned=unpin(found.pin))
     output, meta = engine.schedule()
     assert output.num_scheduled_tokens == {request.request_id: 40}
     assert not meta.commands

@@ -32,9 +32,7 @@ def metrics(registry):
 
 
 def stats(counters=None, samples=None, gauges=None):
-    return PushStats(
-        {"counters": counters or {}, "samples": samples or {}, "gauges": gauges or {}}
-    )
+    return PushStats({"counters": counters or {}, "samples": samples or {}, "gauges": gauges or {}})
 
 
 def counted_names():
