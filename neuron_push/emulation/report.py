@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +45,21 @@ class Summary:
     writes_late: int = 0
     """WRITEs posted after that launch."""
     requests_wrong: list[str] = field(default_factory=list)
+
+
+# More of its own work than this share of the modelled time, and an engine measures itself.
+MOST_OWN_SHARE: Final = 0.2
+
+
+def unfit(summary: Mapping[str, Any]) -> str:
+    """Why a benchmark over this engine says nothing about the modelled one; "" if it does."""
+    own, modelled = summary["own_seconds"], summary["modelled_seconds"]
+    if own <= MOST_OWN_SHARE * modelled:
+        return ""
+    return (
+        f"{summary['name']} spent {own:.3f} s on emulating {modelled:.3f} s of modelled time; "
+        f"more than {MOST_OWN_SHARE:.0%} distorts a benchmark"
+    )
 
 
 class Reporter:
