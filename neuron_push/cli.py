@@ -34,17 +34,14 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
     "emulate": Command("neuron_push.emulation.command", "start a fleet of emulated engines"),
     "doctor": Command("neuron_push.doctor.command", "say what is wrong here, and with a peer"),
     "router": Command("neuron_push.router.command", "serve through prefill/decode pairs"),
-    "plan": Group(
-        {"explain": Command("neuron_push.explain", "say whether and how two engines can talk")},
-        "how KV gets from one engine's pages into another's",
-    ),
+    "trace": Command("neuron_push.trace.command", "show where the time to the first token went"),
+    "top": Command("neuron_push.top", "watch a router and its engines"),
     "plan": Group(
         {"explain": Command("neuron_push.explain", "say whether and how two engines can talk")},
         "how KV gets from one engine's pages into another's",
     ),
     "bench": Group(
         {
-            "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),
             "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),
             "plan": Command("neuron_push.bench.plan", "cost of planning copies"),
             "router": Command("neuron_push.bench.router", "what the router adds to a request"),

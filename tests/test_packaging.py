@@ -64,7 +64,7 @@ def test_the_wheel_fits_any_machine(wheels, name):
     payload = [entry for entry in wheels[name].namelist() if ".dist-info/" not in entry]
     package = name.replace("-", "_")
     assert f"{package}/py.typed" in payload
-    assert {Path(entry).suffix for entry in payload} <= {".py", ".typed", ".json"}
+    assert {Path(entry).suffix for entry in payload} <= {".py", ".typed", ".json", ".html"}
     assert {entry.partition("/")[0] for entry in payload} == {package}
 
 
@@ -78,6 +78,7 @@ def test_a_plain_install_never_brings_an_engine(wheels, name):
 
 def test_every_python_package_of_the_core_is_in_its_wheel(wheels):
     sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("neuron_push/**/*.py")}
+    sources.add("neuron_push/trace/page.html")
     assert sources <= set(wheels["neuron-push"].namelist())
 
 
@@ -97,7 +98,7 @@ def test_each_accelerator_registers_itself(wheels, kind, target):
 
 def test_extras_are_complete(wheels):
     extras = set(metadata(wheels["neuron-push"]).get_all("Provides-Extra"))
-    assert extras == {"cpu", "cuda", "neuron", "router", "bench", "test"}
+    assert extras == {"cpu", "cuda", "neuron", "router", "otel", "bench", "test"}
 
 
 def test_the_neuron_extra_refuses_the_placeholders_of_the_public_index():
