@@ -89,15 +89,33 @@ class Oracle:
         return pattern.keys(slots.tokens, slots.positions, self._seed)
 
     def fill(self, slots: Slots) -> None:
-        """Write whole slots: one indexed assignment per group (two where K and V lie apart)."""
-        for part in self._parts(slots):
-            key = torch.from_numpy(self.keys(part).view(np.int64))
-            for shape, views, blocks in zip(
-                self._cache.shapes, self._cache.views, part.blocks, strict=True
-            ):
-                where = _where(shape, part.positions, blocks)
-                for view in views:
-                    view.tensor[where] = _expected(view, key)
+        """Write whole slots. Blocks that are written as a whole take one pass over memory."""
+        key = torch.from_numpy(self.keys(slots).view(np.int64))
+        rows = zip(self._cache.shapes, self._cache.views, slots.blocks, strict=True)
+        for shape, views, blocks in rows:
+            whole, rest = _whole_blocks(slots.positions, blocks, shape.block_tokens)
+            for view in views:
+                scattered = rest
+                if view.words == torch.int64:
+                    _fill_blocks(view, key, whole.tolist(), blocks, shape.block_tokens)
+                else:
+                    scattered = np.arange(len(slots))
+                self._scatter(shape, view, key, scattered, slots.positions, blocks)
+
+    def _scatter(
+        self,
+        shape: GroupShape,
+        view: View,
+        key: torch.Tensor,
+        chosen: Ints,
+        positions: Ints,
+        blocks: Ints,
+    ) -> None:
+        size = max(1, CHUNK_BYTES // self._slot_bytes)
+        for start in range(0, len(chosen), size):
+            part = chosen[start : start + size]
+            where = _where(shape, positions[part], blocks[part])
+            view.tensor[where] = _expected(view, key[torch.from_numpy(part)])
 
     def read(self, slots: Slots) -> Reading:
         """Compare slots with what they must hold, byte for byte."""
@@ -143,6 +161,25 @@ class Oracle:
 
 def _where(shape: GroupShape, positions: Ints, blocks: Ints) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(blocks), torch.from_numpy(positions % shape.block_tokens)
+
+
+def _whole_blocks(positions: Ints, blocks: Ints, size: int) -> tuple[Ints, Ints]:
+    """Indexes at which `size` tokens fill a block from its start to its end, and all others."""
+    first = np.flatnonzero(positions % size == 0)
+    first = first[first + size <= len(positions)]
+    last = first + size - 1
+    first = first[
+        (positions[last] == positions[first] + size - 1) & (blocks[last] == blocks[first])
+    ]
+    inside = (first[:, None] + np.arange(size)).ravel()
+    return first, np.setdiff1d(np.arange(len(positions)), inside, assume_unique=True)
+
+
+def _fill_blocks(view: View, key: torch.Tensor, starts: list[int], blocks: Ints, size: int) -> None:
+    tail = (1,) * view.base.dim()
+    for start in starts:
+        target = view.tensor[int(blocks[start])]
+        torch.bitwise_xor(view.base[None], key[start : start + size].view(-1, *tail), out=target)
 
 
 def _expected(view: View, key: torch.Tensor) -> torch.Tensor:
