@@ -102,7 +102,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Slabs set aside on every rank that can reorder; all staged transfers of a rank share them.
     0: never reorder here."""
 
-    idle_poll: Seconds = 0.015
+    idle_poll: Seconds = 0.02
     """Polling period of the transfer thread when nothing is expected."""
 
     waiting_poll: Seconds = 0.004

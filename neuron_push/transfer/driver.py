@@ -10,13 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from neuron_push.commands import Report
 from neuron_push.config import Config
 from neuron_push.errors import NeuronPushError, PeerError, PlanError, TransportError
-from neuron_push.plan import bind
 from neuron_push.protocol import (
     Address,
     Announce,
@@ -57,19 +57,24 @@ from neuron_push.rendezvous.events import (
     Opened,
     Post,
     Tell,
+    Unpack,
     Unreachable,
     WriteEnded,
 )
 from neuron_push.sidechannel import Client, Request, Server
 from neuron_push.tracing import batch_of
+from neuron_push.transfer.stager import Stager, bound, failed
 from neuron_push.transfer.tally import Tally
 from neuron_push.transfer.tracer import Tracer
+from neuron_push.transform import Mover
 from neuron_push.transport import AgentName, Transport, TransportFactory, WriteId
 
 logger = logging.getLogger(__name__)
 
 # How long to wait before the own listener is asked again while the engine starts.
 RETRY = 0.2
+# Rounds of the loop between two looks at the server's socket when nothing says it was asked.
+ROUNDS = 8
 
 
 @dataclass(slots=True)
@@ -93,6 +98,7 @@ class Driver:
         tally: Tally,
         tell: Callable[[Report], None],
         tracer: Tracer | None = None,
+        make_mover: Callable[[], Mover] | None = None,
     ) -> None:
         self._tracer = tracer
         self._config = config
@@ -104,17 +110,23 @@ class Driver:
         self.events: deque[Event] = deque()
         self.server = Server(config.side_channel_host, 0)
         self.client = Client()
+        self._stager = Stager(identity.slabs, make_mover)
         self._transports: dict[int, Transport] = {}
         self._writes: dict[WriteId, Transport] = {}
         self._searches: dict[Address, Search] = {}
         self._own: EngineInfo | None = None
+        # Whether the server's socket may hold questions; looked at now and then in any case,
+        # since a busy thread does not wait for its descriptor.
+        self.asked = True
+        self._rounds = 0
         self._asking_own = False
         self._retry_at = 0.0
         self.announced = False
         self._actions: dict[type, Callable[..., None]] = {
             Open: self._open, Close: self._close, FindEngine: self._find, Greet: self._greet,
             Answer: self._answer, Load: self._load, Forget: self._forget, Notify: self._notify,
-            Post: self._post, Tell: lambda action, now: self._tell(action.report),
+            Post: self._post, Unpack: self._unpack,
+            Tell: lambda action, now: self._tell(action.report),
             Note: lambda action, now: logger.warning("%s", action.text),
             Count: lambda action, now: tally.add(action.name, action.value, action.label),
         }  # fmt: skip
@@ -130,6 +142,7 @@ class Driver:
         self._poll_client(now)
         self._poll_transports()
         self._poll_writes()
+        self._poll_stager()
         self._poll_own(now)
         return len(self.events) > before
 
@@ -149,12 +162,15 @@ class Driver:
 
     def _open(self, action: Open, now: float) -> None:
         name = self._identity.agent(action.generation)
-        transport = self._open_transport(name, self._identity.geometry.regions)
+        me = self._identity
+        regions = (*me.geometry.regions, *([me.slabs.region] if me.slabs else []))
+        transport = self._open_transport(name, regions)
         self._transports[action.generation] = transport
         self.events.append(Opened(action.generation, name, transport.metadata()))
 
     def _close(self, action: Close, now: float) -> None:
         transport = self._transports.pop(action.generation)
+        self._stager.finish(action.generation)
         transport.close()
         for write in [w for w, through in self._writes.items() if through is transport]:
             del self._writes[write]
@@ -215,7 +231,12 @@ class Driver:
         action.token.answer(message)
 
     def _poll_server(self) -> None:
-        for request in self.server.poll():
+        self._rounds += 1
+        if not self.asked and self._rounds % ROUNDS:
+            return
+        requests = self.server.poll()
+        self.asked = bool(requests)
+        for request in requests:
             if isinstance(request.message, Hello):
                 self.events.append(HelloArrived(request, request.message))
             elif isinstance(request.message, Events):
@@ -300,14 +321,35 @@ class Driver:
                     self.events.append(Garbage(agent, str(error)))
 
     def _post(self, action: Post, now: float) -> None:
+        if action.plan.way == "packed":
+            self._move(self._stager.pack, action)
+        else:
+            self._write(action)
+
+    def _unpack(self, action: Unpack, now: float) -> None:
+        self._move(self._stager.unpack, action)
+
+    def _move(self, start: Callable[[Any], None], action: Post | Unpack) -> None:
+        """Start packing or unpacking; what cannot be started fails its own transfer."""
+        try:
+            start(action)
+        except Exception as error:  # noqa: BLE001  a device's runtime may raise anything
+            self.events.append(failed(action, error))
+        self._poll_stager()
+
+    def _poll_stager(self) -> None:
+        for ended in self._stager.poll():
+            if isinstance(ended, Post):
+                self._write(ended)
+            else:
+                self.events.append(ended)
+
+    def _write(self, action: Post) -> None:
         done, transport = action.done, self._transports.get(action.generation)
         try:
             if transport is None:
                 raise PlanError(f"generation {action.generation} is closed")
-            copies = action.plan.copies(
-                done.start, done.stop, action.source_blocks, action.destination_blocks
-            )
-            source, destination = bind(copies, self._identity.geometry, action.destination)
+            copies, source, destination = bound(action, self._identity.geometry)
         except NeuronPushError as error:
             self.events.append(WriteEnded(action.write, "unposted", str(error)))
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ from neuron_push.tracing import Ring
 from neuron_push.transfer.driver import Driver
 from neuron_push.transfer.tally import Tally
 from neuron_push.transfer.tracer import Tracer
+from neuron_push.transform import Mover
 from neuron_push.transport import TransportFactory
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class TransferThread:
         open_transport: TransportFactory,
         listener: Address,
         clock: Callable[[], float] = time.monotonic,
+        make_mover: Callable[[], Mover] | None = None,
     ) -> None:
         self.tally = Tally()
         self._config = config
@@ -71,7 +74,14 @@ class TransferThread:
             source = f"{identity.engine} rank {identity.rank}"
             self._tracer = Tracer(Ring(config.trace_events, source, clock))
         self._make_driver: Callable[[], Driver] = lambda: Driver(
-            config, identity, open_transport, listener, self.tally, self._tell, self._tracer
+            config,
+            identity,
+            open_transport,
+            listener,
+            self.tally,
+            self._tell,
+            self._tracer,
+            make_mover,
         )
         self._commands: deque[Command] = deque()
         # Prefill commands in order, each behind the fence of the step that made it true.
@@ -80,6 +90,8 @@ class TransferThread:
         self._news = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
+        self._idle_poll = select.poll()
+        self._idle_poll.register(self._wake, select.POLLIN)
         self._stop = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="neuron-push", daemon=True)
@@ -144,6 +156,7 @@ class TransferThread:
         driver: Driver | None = None
         try:
             driver = self._make_driver()
+            self._idle_poll.register(driver.server.socket.get(zmq.FD), select.POLLIN)
             self._act(driver, [Open(1)])
             while driver.events:
                 self._handle(driver, driver.events.popleft())
@@ -233,16 +246,30 @@ class TransferThread:
         try:
             if self._commands or self._fenced:
                 return
-            poller = zmq.Poller()
-            poller.register(self._wake, zmq.POLLIN)
-            poller.register(driver.server.socket, zmq.POLLIN)
-            for each in driver.client.sockets:
-                poller.register(each, zmq.POLLIN)
-            poller.poll(max(1, round(seconds * 1000)))
+            self._await(driver, max(1, round(seconds * 1000)))
         finally:
             self._asleep = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+
+    def _await(self, driver: Driver, milliseconds: int) -> None:
+        """Wait for a descriptor. Idle threads wake 50 times a second, so this must be cheap.
+
+        ZeroMQ's descriptor is edge-triggered: `driver.asked` says that the server's socket is to
+        be emptied.
+        """
+        sockets = driver.client.sockets
+        if sockets:  # questions are open, which is rare
+            poller = zmq.Poller()
+            for each in (self._wake, driver.server.socket, *sockets):
+                poller.register(each, zmq.POLLIN)
+            woken = bool(poller.poll(milliseconds))
+            driver.asked = True
+        else:
+            ready = [descriptor for descriptor, _ in self._idle_poll.poll(milliseconds)]
+            woken = self._wake in ready
+            driver.asked = driver.asked or len(ready) > woken
+        if woken:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
 
     def _tell(self, report: Report) -> None:
         with self._news:
