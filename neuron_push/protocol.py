@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from neuron_push.errors import PeerError
-from neuron_push.geometry import Geometry, Semantics
+from neuron_push.geometry import Geometry, Region, Semantics
 
 VERSION: Final = 1
 MAGIC: Final = b"NP"
@@ -36,6 +36,10 @@ MAX_TEXT: Final = 512
 MAX_BLOCKS: Final = 1 << 20
 MAX_GROUPS: Final = 64
 MAX_RANKS: Final = 4096
+# Numbers of staged pieces; one per MiB would reach this after an exabyte.
+MAX_PIECE: Final = 1 << 40
+# Slabs that one rank may offer.
+MAX_SLABS: Final = 1024
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -52,6 +56,23 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     port: int
+
+
+class Slabs(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's staging memory: slab i begins at byte i * `slab_bytes` of the region."""
+
+    region: Region
+    slab_bytes: int
+
+    @property
+    def count(self) -> int:
+        """Number of slabs."""
+        return self.region.length // self.slab_bytes
+
+    def slab(self, index: int) -> Region:
+        """The memory of one slab."""
+        base = self.region.base + index * self.slab_bytes
+        return Region(base, self.slab_bytes, self.region.memory, self.region.device)
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -120,6 +141,7 @@ class Hello(_Message, frozen=True):
     metadata: bytes
     ask: tuple[tuple[int, ...], ...]
     sharers: int
+    slabs: Slabs | None = None  # for pages that decode unpacks; None if it cannot
 
 
 class Welcome(_Message, frozen=True):
@@ -130,6 +152,7 @@ class Welcome(_Message, frozen=True):
     incarnation: int
     agent: str
     metadata: bytes
+    way: Literal["direct", "packed", "unpacked"] = "direct"  # as prefill has decided
 
 
 class Why(_Message, frozen=True):
@@ -265,6 +288,32 @@ class Done(_Message, frozen=True):
     stop: int
     nbytes: int = 0
     copies: int = 0
+    piece: int = 0  # in a slab granted for this piece; 0: in the blocks themselves
+
+
+class Need(_Message, frozen=True):
+    """Prefill -> decode: a piece is ready for a slab. Repeated until granted.
+
+    `piece` is a number above 0 that the prefill rank never uses again.
+    """
+
+    attempt: int
+    piece: int
+
+
+class Grant(_Message, frozen=True):
+    """Decode -> prefill: the slab is for this piece and nobody else (sent for every repeat)."""
+
+    attempt: int
+    piece: int
+    slab: int
+
+
+class Return(_Message, frozen=True):
+    """Prefill -> decode: no WRITE of this piece was or will be posted; the slab may be reused."""
+
+    attempt: int
+    piece: int
 
 
 class Failed(_Message, frozen=True):
@@ -327,7 +376,19 @@ SideChannelMessage = (
     | Refusal
 )
 Notification = (
-    Register | Registered | Soon | Done | Failed | Cancel | Cancelled | Alive | Move | Moved
+    Register
+    | Registered
+    | Soon
+    | Done
+    | Need
+    | Grant
+    | Return
+    | Failed
+    | Cancel
+    | Cancelled
+    | Alive
+    | Move
+    | Moved
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -358,6 +419,8 @@ def decode_notification(frame: bytes) -> Notification:
     message: Notification = _decode(frame, MAX_NOTIFICATION, _notification_decoder)
     if isinstance(message, Register):
         _check_register(message)
+    elif isinstance(message, Need | Grant | Return) and not 0 < message.piece <= MAX_PIECE:
+        raise PeerError(f"{type(message).__name__} names piece {message.piece}")
     elif isinstance(message, Done) and not 0 <= message.start < message.stop:
         raise PeerError(f"Done names the empty or negative range {message.start}..{message.stop}")
     return message

@@ -23,11 +23,14 @@ from neuron_push.protocol import (
     BlockList,
     Done,
     EngineInfo,
+    Grant,
     Hello,
     Match,
+    Need,
     RankInfo,
     Refusal,
     Register,
+    Return,
     Welcome,
     Who,
     clip,
@@ -68,14 +71,16 @@ def registers():
 
 
 def notifications():
-    others = [
-        kind for kind in protocol.Notification.__args__ if kind not in (Register, Done)
-    ]  # fmt: skip
+    own = {Register, Done, Need, Grant, Return}
+    others = [kind for kind in protocol.Notification.__args__ if kind not in own]
     done = st.builds(
         lambda attempt, start, more: Done(attempt, start, start + more, 5, 6),
         COUNT, st.integers(0, 2**40), st.integers(1, 2**40),
     )  # fmt: skip
-    return st.one_of(registers(), done, *map(st.from_type, others))
+    piece = st.integers(1, 1 << 40)
+    pieces = [st.builds(kind, COUNT, piece) for kind in (Need, Return)]
+    grant = st.builds(Grant, COUNT, piece, COUNT)
+    return st.one_of(registers(), done, grant, *pieces, *map(st.from_type, others))
 
 
 @pytest.mark.parametrize("message", SIDE_CHANNEL, ids=lambda m: type(m).__name__)

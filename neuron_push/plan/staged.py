@@ -141,6 +141,21 @@ class StagedPlan:
                 )
         return found
 
+    def unpack_rows(
+        self, start: int, stop: int, destination: Sequence[Blocks], slab: int
+    ) -> list[Rows]:
+        """`rows` for decode, which does not know which blocks prefill holds.
+
+        Of a sliding window's oldest block more may be copied than was sent: nobody reads tokens
+        that lie before the window.
+        """
+        held = []
+        for group in self.source.groups:
+            first, end = start // group.block_tokens, -(-stop // group.block_tokens)
+            ids = np.full(end - first, self.source.reserved_blocks, np.int32)
+            held.append(Blocks(first, ids))
+        return self.rows(start, stop, held, destination, slab)
+
     def describe(self) -> Description:
         """Way, copies and bytes of the WRITEs for a long prompt in scattered blocks."""
         return {**self.wire.describe(), "way": self.way}

@@ -20,23 +20,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
 from msgspec.structs import replace
 
 from neuron_push.commands import Abandon, Receive, Received, ReceiveFailed, Unpinned
 from neuron_push.errors import ProtocolError
-from neuron_push.plan import encode_runs
+from neuron_push.plan import Blocks, encode_runs
 from neuron_push.protocol import (
     BlockList,
     Cancel,
     Cancelled,
     Done,
     Failed,
+    Need,
     Register,
     Registered,
+    Return,
     Soon,
     clip,
 )
-from neuron_push.rendezvous.events import Tell
+from neuron_push.rendezvous.events import Tell, Unpacked
+from neuron_push.rendezvous.landing import Landing, Landings
 from neuron_push.rendezvous.links import Context, Link
 from neuron_push.rendezvous.ranges import RangeSet
 
@@ -66,6 +70,7 @@ class Share:
     answered: bool = False
     quiet: bool = False
     landed: RangeSet = field(default_factory=RangeSet)
+    landing: Landing = field(default_factory=Landing)  # of a staged share
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +95,22 @@ class Attempt:
         self.state = state
 
     @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """The reserved blocks, group by group."""
+        lists = zip(self.command.first, self.command.blocks, strict=True)
+        return tuple(Blocks(first, np.asarray(ids, np.int32)) for first, ids in lists)
+
+    @property
+    def draining(self) -> bool:
+        """Whether nobody wants its bytes any more."""
+        return self.state is AttemptState.DRAINING
+
+    @property
+    def unpacking(self) -> bool:
+        """Whether its blocks are being written by ourselves."""
+        return any(share.landing.running for share in self.shares.values())
+
+    @property
     def wants_nothing(self) -> bool:
         return self.command.start == self.command.stop
 
@@ -100,6 +121,7 @@ class Consumer:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.attempts: dict[int, Attempt] = {}
+        self.landings = Landings(context)
 
     @property
     def announced(self) -> bool:
@@ -145,7 +167,7 @@ class Consumer:
     def on_message(
         self,
         link: Link,
-        message: Registered | Soon | Done | Failed | Cancelled,
+        message: Registered | Soon | Done | Failed | Cancelled | Need | Return,
         now: float,
     ) -> None:
         """Apply one notification of a prefill rank, if it concerns a live share of its own."""
@@ -153,26 +175,41 @@ class Consumer:
         share = attempt.shares.get(link.id) if attempt else None
         if attempt is None or share is None:
             self._context.count("stale_messages", label=type(message).__name__)
-            if attempt is None and isinstance(message, Failed):
+            if attempt is None and isinstance(message, Failed | Need):
                 self._context.send(link, Cancel(message.attempt, "this attempt is over"))
             return
         share.answered = True
+        if isinstance(message, Need):
+            self.landings.on_need(attempt, share, message)
+        elif isinstance(message, Return):
+            self.landings.on_return(attempt, share, message)
+        else:
+            self._apply(attempt, share, message, now)
+        self._complete(attempt, now)
+        self._finish_drain(attempt)
+
+    def _apply(
+        self,
+        attempt: Attempt,
+        share: Share,
+        message: Registered | Soon | Done | Failed | Cancelled,
+        now: float,
+    ) -> None:
+        waiting = attempt.state is AttemptState.WAITING
         match message:
             case Registered():
                 pass
             case Soon():
-                attempt.announced = attempt.state is AttemptState.WAITING
+                attempt.announced = waiting
             case Done():
                 self._on_done(attempt, share, message)
             case Cancelled():
-                share.quiet = True
-                if attempt.state is AttemptState.WAITING:
+                self._quieten(attempt, share)
+                if waiting:
                     self._fail(attempt, "the prefill engine dropped it", "prefill", now)
             case Failed():
-                if attempt.state is AttemptState.WAITING:
+                if waiting:
                     self._fail(attempt, clip(message.reason), "prefill", now)
-        self._complete(attempt, now)
-        self._finish_drain(attempt)
 
     def link_lost(self, link: Link, reason: str, now: float) -> bool:
         """A prefill rank is lost; returns whether bytes of it may still land."""
@@ -192,7 +229,7 @@ class Consumer:
         ids = {link.id for link in links}
         for attempt in list(self.attempts.values()):
             for number in ids & attempt.shares.keys():
-                attempt.shares[number].quiet = True
+                self._quieten(attempt, attempt.shares[number])
             self._finish_drain(attempt)
 
     def tick(self, now: float) -> list[tuple[Link, str]]:
@@ -243,10 +280,38 @@ class Consumer:
         if message.start < attempt.command.start or message.stop > attempt.command.stop:
             self._context.count("rejected_messages", label="Done outside the registration")
             return
-        share.landed.add(message.start, message.stop)
+        if share.link.unpack is None and not message.piece:
+            arrived = share.landed
+            arrived.add(message.start, message.stop)
+        else:
+            arrived = share.landing.received
+            complaint = self.landings.on_done(attempt, share, message)
+            if complaint:
+                self._context.count("rejected_messages", label=complaint)
+                return
         self._context.count("received_bytes", message.nbytes)
-        if share.landed.covers(attempt.command.start, attempt.command.stop):
-            share.quiet = True
+        if arrived.covers(attempt.command.start, attempt.command.stop):
+            self._quieten(attempt, share)
+
+    def unpacked(self, event: Unpacked, now: float) -> None:
+        """A piece is in its blocks, or could not be brought there."""
+        job = self.landings.take(event.job)
+        attempt = self.attempts.get(job.attempt) if job else None
+        if job is None or attempt is None:
+            return
+        share = attempt.shares[job.link]
+        self.landings.finished(share, job.piece)
+        if not event.reason:
+            share.landed.add(job.start, job.stop)
+        elif attempt.state is AttemptState.WAITING:
+            self._fail(attempt, f"cannot unpack: {clip(event.reason)}", "unpack", now)
+        self._complete(attempt, now)
+        self._finish_drain(attempt)
+
+    def _quieten(self, attempt: Attempt, share: Share) -> None:
+        """No WRITE of a share can land any more, in blocks or in slabs."""
+        share.quiet = True
+        self.landings.quiet(attempt, share)
 
     def _complete(self, attempt: Attempt, now: float) -> None:
         """End an attempt whose every share has landed (or has answered, if none is wanted)."""
@@ -290,7 +355,7 @@ class Consumer:
     def _finish_drain(self, attempt: Attempt) -> None:
         if attempt.state is not AttemptState.DRAINING:
             return
-        if all(share.quiet for share in attempt.shares.values()):
+        if not attempt.unpacking and all(share.quiet for share in attempt.shares.values()):
             attempt.move(AttemptState.ENDED)
             self._report(attempt)
             self._forget(attempt)
@@ -307,6 +372,7 @@ class Consumer:
     def _forget(self, attempt: Attempt) -> None:
         del self.attempts[attempt.command.attempt]
         for share in attempt.shares.values():
+            self.landings.quiet(attempt, share)
             share.link.sessions -= 1
         if attempt.command.pin >= 0:
             self._context.act(Tell(Unpinned(attempt.command.pin)))

@@ -14,20 +14,24 @@ from neuron_push.commands import Abandon, Near, Offer, Receive, Retire, Settle
 from neuron_push.config import Config
 from neuron_push.errors import PlanError, ProtocolError
 from neuron_push.geometry import check
-from neuron_push.plan import Ask, PairPlan, pair
+from neuron_push.plan import Ask, Means, Plan, decide
 from neuron_push.protocol import (
     Alive,
     Cancel,
     Cancelled,
     Done,
     Failed,
+    Grant,
     Hello,
     Move,
     Moved,
+    Need,
     Refusal,
     Register,
     Registered,
+    Return,
     Side,
+    Slabs,
     Soon,
     Welcome,
 )
@@ -44,12 +48,13 @@ from neuron_push.rendezvous.events import (
     HelloArrived,
     Notified,
     Opened,
+    Unpacked,
     Unreachable,
     WriteEnded,
 )
 from neuron_push.rendezvous.fence import Generations
 from neuron_push.rendezvous.links import Context, Identity, Link, Links, owns
-from neuron_push.rendezvous.routes import Routes, Verdict
+from neuron_push.rendezvous.routes import Routes, Verdict, check_slabs
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
 
@@ -63,6 +68,9 @@ SENDERS: dict[type, Side] = {
     Done: "prefill",
     Failed: "prefill",
     Cancelled: "prefill",
+    Need: "prefill",
+    Return: "prefill",
+    Grant: "decode",
 }
 
 
@@ -93,6 +101,7 @@ class Core:
             Garbage: lambda event, now: self._context.count("rejected_messages", label="garbage"),
             Unreachable: self._unreachable,
             WriteEnded: self._write_ended,
+            Unpacked: lambda event, now: self.consumer.unpacked(event, now),
         }
         self._messages: dict[type, Callable[[Link, Any, float], None]] = {
             Register: self._register,
@@ -102,6 +111,9 @@ class Core:
             Done: self.consumer.on_message,
             Failed: self.consumer.on_message,
             Cancelled: self.consumer.on_message,
+            Need: self.consumer.on_message,
+            Return: self.consumer.on_message,
+            Grant: self.producer.on_grant,
             Alive: lambda link, message, now: self.links.on_alive(link, message),
             Move: self._moved_peer,
             Moved: lambda link, message, now: self.generations.on_moved(link, message.agent),
@@ -113,7 +125,7 @@ class Core:
         if handler is None:
             raise ProtocolError(f"no handler for {type(event).__name__}")
         handler(event, now)
-        return self._take()
+        return self._take(now)
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass: repeats, silences, leases, rotations."""
@@ -122,12 +134,12 @@ class Core:
             self._lose(link, reason, now)
         for link, reason in self.generations.tick(now):
             self._lose(link, reason, now)
-        return self._take()
+        return self._take(now)
 
     @property
     def tempo(self) -> Tempo:
         """How soon the driver should look again."""
-        if self.producer.writing:
+        if self.producer.writing or self.consumer.landings.busy:
             return "busy"
         if self.consumer.announced:
             return "announced"
@@ -135,7 +147,8 @@ class Core:
             return "waiting"
         return "idle"
 
-    def _take(self) -> list[Action]:
+    def _take(self, now: float) -> list[Action]:
+        self._context.slabs.serve(now)
         actions, self._context.actions = self._context.actions, []
         return actions
 
@@ -199,14 +212,15 @@ class Core:
         link = Link(
             self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
             hello.metadata, hello.geometry, context.generation, heard=now, spoke=now,
-            hello=hello.link, plan=plan, sharers=hello.sharers,
+            hello=hello.link, plan=plan, sharers=hello.sharers, slabs=hello.slabs,
         )  # fmt: skip
         self.links.add(link)
         me = context.identity
-        welcome = Welcome(me.engine, me.rank, me.incarnation, context.agent, context.metadata)
+        welcome = Welcome(me.engine, me.rank, me.incarnation, context.agent, context.metadata,
+                          plan.way)  # fmt: skip
         context.act(Answer(event.token, welcome, context.generation, hello.metadata))
 
-    def _admit(self, hello: Hello) -> PairPlan | str:
+    def _admit(self, hello: Hello) -> Plan | str:
         """The plan for a decode rank, or the reason why it cannot be served."""
         me = self._context.identity
         differences = me.semantics.differences(hello.semantics)
@@ -218,9 +232,19 @@ class Core:
             return "this rank is still starting"
         try:
             check(hello.geometry)
-            return pair(me.geometry, hello.geometry, Ask(hello.ask))
+            check_slabs(hello.slabs, hello.geometry)
+            return decide(me.geometry, hello.geometry, Ask(hello.ask), self._means(hello.slabs))
         except PlanError as error:
             return str(error)
+
+    def _means(self, theirs: Slabs | None) -> Means:
+        """What both sides can do; `theirs` are a decode rank's slabs."""
+        ours = self._context.identity.slabs
+        return Means(
+            prefill_slab=ours.slab_bytes if ours else 0,
+            decode_slab=theirs.slab_bytes if theirs else 0,
+            min_run=self._context.config.min_run,
+        )
 
     def _lose(self, link: Link, reason: str, now: float) -> None:
         """A link is over: fail what depends on it, and fence it if bytes may be on the way."""

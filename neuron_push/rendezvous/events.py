@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from neuron_push.commands import Command, Report
-from neuron_push.geometry import Geometry
-from neuron_push.plan import Blocks, PairPlan
+from neuron_push.geometry import Geometry, Region
+from neuron_push.plan import Blocks, Plan, StagedPlan
 from neuron_push.protocol import (
     Address,
     Done,
@@ -109,6 +109,14 @@ class WriteEnded:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A piece is in decode's pages; `reason` says why not if it is not."""
+
+    job: int
+    reason: str = ""
+
+
 Event = (
     Command
     | Opened
@@ -120,6 +128,7 @@ Event = (
     | Notified
     | Garbage
     | Unreachable
+    | Unpacked
     | WriteEnded
 )
 
@@ -194,16 +203,34 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start a WRITE; answer with WriteEnded."""
+    """Start a WRITE; answer with WriteEnded.
+
+    With a staged plan `slab` is where its image lies: in our memory, to be packed first, or in
+    the peer's. `last` sends state pages too.
+    """
 
     write: WriteId
     generation: int
     agent: AgentName
-    plan: PairPlan
+    plan: Plan
     destination: Geometry
     source_blocks: tuple[Blocks, ...]
     destination_blocks: tuple[Blocks, ...]
     done: Done
+    slab: Region | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Bring tokens [start, stop) from one of our slabs into their blocks; answer with Unpacked."""
+
+    job: int
+    plan: StagedPlan
+    start: int
+    stop: int
+    blocks: tuple[Blocks, ...]
+    slab: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,5 +257,17 @@ class Note:
 
 
 Action = (
-    Open | Close | FindEngine | Greet | Answer | Load | Forget | Notify | Post | Tell | Count | Note
+    Open
+    | Close
+    | FindEngine
+    | Greet
+    | Answer
+    | Load
+    | Forget
+    | Notify
+    | Post
+    | Unpack
+    | Tell
+    | Count
+    | Note
 )

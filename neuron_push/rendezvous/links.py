@@ -15,10 +15,11 @@ from itertools import count
 
 from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Semantics
-from neuron_push.plan import PairPlan
-from neuron_push.protocol import Alive, Moved, Notification, Side
+from neuron_push.plan import Plan, StagedPlan
+from neuron_push.protocol import Alive, Moved, Notification, Side, Slabs
 from neuron_push.rendezvous.events import Action, Count, Forget, Load, Note, Notify
 from neuron_push.rendezvous.ranges import EndedAttempts
+from neuron_push.rendezvous.slabs import SlabPool
 from neuron_push.transport import AgentName
 
 
@@ -31,6 +32,7 @@ class Identity:
     incarnation: int
     semantics: Semantics
     geometry: Geometry
+    slabs: Slabs | None = None  # for packing and unpacking; None if this rank does neither
 
     def agent(self, generation: int) -> AgentName:
         """Name of this rank's agent of one generation."""
@@ -70,6 +72,7 @@ class Context:
         self.config = config
         self.identity = identity
         self.actions: list[Action] = []
+        self.slabs = SlabPool(identity.slabs.count if identity.slabs else 0)
         # The newest generation: number, agent name and metadata; None until it is open.
         self.generation = 0
         self.agent = AgentName("")
@@ -106,7 +109,9 @@ class Link:
     heard: float  # for the measure of silence, which counts only while a transfer waits
     spoke: float  # when a message came in
     hello: int = 0  # number of the hello that opened it, drawn by the decode rank
-    plan: PairPlan | None = None  # for decode peers: how our pages map to theirs
+    plan: Plan | None = None  # for decode peers: how our pages map to theirs
+    slabs: Slabs | None = None  # of a decode peer
+    unpack: StagedPlan | None = None  # for prefill peers: how what lands in our slabs is unpacked
     sharers: int = 1
     sessions: int = 0  # transfers that need this peer alive
     asked: float = 0.0  # when a sign of life was last asked for

@@ -81,6 +81,17 @@ class Write:
     generation: int  # ours
     agent: AgentName  # theirs
     posted: float  # when
+    slab: int = -1  # ours, if it was packed there
+    piece: int = 0  # in a slab of theirs
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    """Tokens for which a slab of the decode rank was asked."""
+
+    start: int
+    stop: int
+    asked: float
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +110,7 @@ class Sending:
     posted: RangeSet = field(default_factory=RangeSet)
     landed: RangeSet = field(default_factory=RangeSet)
     writes: dict[WriteId, Write] = field(default_factory=dict)  # in flight
+    wants: dict[int, Want] = field(default_factory=dict)  # by piece, when decode unpacks
     broken: bool = False  # a WRITE failed half way: quiet only when fenced
     cancelled: bool = False  # the decode rank waits for `Cancelled`
     started: float = 0.0  # when its first WRITE was posted
@@ -132,7 +144,13 @@ class Sending:
         if self.state is not SendingState.SENDING or self.source is None:
             return None
         stop = self.register.stop
-        start, end = self.posted.first_gap(self.register.start, min(stop, self.source.settled))
+        taken = self.posted
+        if self.wants:
+            taken = RangeSet()
+            asked = ((want.start, want.stop) for want in self.wants.values())
+            for begin, end in (*self.posted, *asked):
+                taken.add(begin, end)
+        start, end = taken.first_gap(self.register.start, min(stop, self.source.settled))
         end = min(end, (start + self.most) // self.grain * self.grain)
         if end < stop:
             end = end // self.grain * self.grain

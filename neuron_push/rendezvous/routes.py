@@ -18,9 +18,18 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from neuron_push.errors import PlanError
-from neuron_push.geometry import check
-from neuron_push.plan import Ask, assign
-from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, Welcome
+from neuron_push.geometry import Geometry, GeometryError, check
+from neuron_push.plan import Ask, StagedPlan, assign, staged
+from neuron_push.protocol import (
+    MAX_SLABS,
+    Address,
+    EngineInfo,
+    Hello,
+    RankInfo,
+    Refusal,
+    Slabs,
+    Welcome,
+)
 from neuron_push.rendezvous.events import EngineFound, FindEngine, Greet, Load
 from neuron_push.rendezvous.links import Context, Link, Links, owns
 from neuron_push.transport import AgentName
@@ -118,7 +127,7 @@ class Routes:
                 continue
             self._greet(route, rank, Hello(
                 me.engine, me.rank, me.incarnation, 0, me.semantics, me.geometry,
-                context.agent, context.metadata, ask.heads, max(1, number),
+                context.agent, context.metadata, ask.heads, max(1, number), me.slabs,
             ))  # fmt: skip
         return self._check_ready(route, now)
 
@@ -149,10 +158,14 @@ class Routes:
             self._greet(route, greeting.peer, renewed)
             return None
         agent = AgentName(answer.agent)
+        try:
+            unpack = self._unpack(greeting, answer)
+        except PlanError as error:
+            return self._fail(route, f"{name} wants its pages unpacked: {error}")
         opened = Link(
             link, "prefill", answer.engine, answer.rank, answer.incarnation, agent,
             answer.metadata, greeting.peer.geometry, context.generation, heard=now, spoke=now,
-            hello=link,
+            hello=link, unpack=unpack,
         )  # fmt: skip
         self._links.add(opened)
         route.links.append(opened)
@@ -175,6 +188,18 @@ class Routes:
             for old in self._links.of_rank("prefill", answer.engine, answer.rank)
             if old.incarnation != answer.incarnation
         ]
+
+    def _unpack(self, greeting: Greeting, answer: Welcome) -> StagedPlan | None:
+        """The plan that the prefill rank has made too, if it writes into our slabs."""
+        me = self._context.identity
+        if answer.way != "unpacked":
+            return None
+        if me.slabs is None:
+            raise PlanError("this rank does not reorder")
+        return staged(
+            greeting.peer.geometry, me.geometry, Ask(greeting.hello.ask), "unpacked",
+            me.slabs.slab_bytes, min_run=self._context.config.min_run,
+        )  # fmt: skip
 
     def _open_link(self, engine: str, rank: RankInfo) -> Link | None:
         links = self._links.of_rank("prefill", engine, rank.rank)
@@ -218,3 +243,13 @@ def _sharers(theirs: EngineInfo, ours: EngineInfo) -> list[int]:
         for index, ask in enumerate(asks):
             counts[index] += ask is not None
     return counts
+
+
+def check_slabs(slabs: Slabs | None, geometry: Geometry) -> None:
+    """Judge the staging memory that a decode rank offers; raises GeometryError."""
+    if slabs is None:
+        return
+    if slabs.slab_bytes < 1 or not 1 <= slabs.count <= MAX_SLABS:
+        raise GeometryError(f"slabs of {slabs.slab_bytes} bytes in {slabs.region.length}")
+    # As a region beside one of its caches: sane, and of the same kind of memory.
+    check(replace(geometry, regions=(*geometry.regions[:1], slabs.region), groups=()))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from itertools import count
 
 from neuron_push.commands import Near, Offer, Retire, Settle, Unpinned
 from neuron_push.errors import PeerError, PlanError
-from neuron_push.plan import Blocks, decode_runs
+from neuron_push.geometry import Region
+from neuron_push.plan import Blocks, StagedPlan, decode_runs
 from neuron_push.protocol import (
     MAX_BLOCKS,
     Cancel,
     Cancelled,
     Done,
     Failed,
+    Grant,
+    Need,
     Register,
     Registered,
+    Return,
     Soon,
     clip,
 )
@@ -26,6 +29,7 @@ from neuron_push.rendezvous.producer import (
     SendingState,
     Source,
     Sources,
+    Want,
     Write,
     bytes_per_token,
     extend,
@@ -55,6 +59,7 @@ class Producer:
         self.sources = Sources()
         self.sendings: dict[tuple[int, int], Sending] = {}
         self._by_write: dict[WriteId, Sending] = {}
+        self._piece_numbers = count(1)
         self._epitaphs: dict[tuple[str, ...], str] = {}
 
     @property
@@ -156,6 +161,21 @@ class Producer:
         sending.cancelled = True
         self._stop(sending)
 
+    def on_grant(self, link: Link, message: Grant, now: float) -> None:
+        """The decode rank has a slab for a piece: WRITE it there, or give the slab back."""
+        sending = self.sendings.get((link.id, message.attempt))
+        want = sending.wants.pop(message.piece, None) if sending else None
+        slabs = link.slabs
+        if sending is None or want is None or slabs is None:
+            if sending is None or all(w.piece != message.piece for w in sending.writes.values()):
+                self._context.send(link, Return(message.attempt, message.piece))
+            return
+        if not 0 <= message.slab < slabs.count:
+            self._fail(sending, f"decode granted slab {message.slab} of {slabs.count}", now)
+            return
+        slab = slabs.slab(message.slab)
+        self._post(sending, want.start, want.stop, now, slab=slab, piece=message.piece)
+
     def write_ended(self, event: WriteEnded, now: float) -> None:
         """A WRITE is over, was never started, or failed half way."""
         sending = self._by_write.get(event.write)
@@ -190,6 +210,7 @@ class Producer:
                 self._end(sending)
                 continue
             loud = sending.broken = True
+            self._forget_slabs(sending)
             if sending.state is not SendingState.STOPPING:
                 sending.move(SendingState.STOPPING)
         return loud
@@ -223,8 +244,12 @@ class Producer:
     # ------------------------------------------------------------------ inside
 
     def _overdue(self, sending: Sending, now: float) -> None:
-        """End a sending that waited too long; repeat a failure that was not answered."""
+        """End a sending that waited too long; repeat what was not answered."""
         config = self._context.config
+        for number, want in sending.wants.items():
+            if now - want.asked >= config.resend_most:
+                want.asked = now
+                self._context.send(sending.link, Need(sending.register.attempt, number))
         if sending.state is SendingState.WAITING and now >= sending.expires:
             if sending.register.start == sending.register.stop:
                 self._end(sending)
@@ -263,12 +288,15 @@ class Producer:
 
     def _pieces(self, link: Link) -> tuple[int, int]:
         """(grain, tokens per WRITE) of transfers towards a link."""
-        ours, theirs = self._context.identity.geometry, link.geometry
-        grain = math.lcm(*(group.block_tokens for group in (*ours.groups, *theirs.groups)))
-        if grain > MOST_GRAIN:
+        plan = link.plan
+        assert plan is not None
+        if isinstance(plan, StagedPlan):
+            return plan.grain, plan.tokens
+        if plan.grain > MOST_GRAIN:
             return ONE_PIECE, ONE_PIECE
-        most = self._context.config.slice_bytes // max(1, bytes_per_token(theirs))
-        return grain, max(grain, most // grain * grain)
+        token = bytes_per_token(link.geometry)
+        most = self._context.config.slice_bytes // max(1, token)
+        return plan.grain, max(plan.grain, most // plan.grain * plan.grain)
 
     def _match(self, sending: Sending, now: float) -> None:
         """Join a sending with the source it names, if that is here."""
@@ -292,11 +320,33 @@ class Producer:
 
     def _advance(self, sending: Sending, now: float) -> None:
         """Post what is settled and not posted, up to the WRITEs allowed in flight."""
-        while len(sending.writes) < self._context.config.writes_in_flight:
+        assert sending.link.plan is not None
+        way = sending.link.plan.way
+        while len(sending.writes) + len(sending.wants) < self._context.config.writes_in_flight:
             piece = sending.next_piece()
             if piece is None:
                 return
-            self._post(sending, *piece, now)
+            if way == "packed":
+                # One slab at a time, so that transfers take turns.
+                self._context.slabs.ask(
+                    ("pack", sending.key), lambda slab, now: self._pack(sending, slab, now)
+                )
+                return
+            if way == "unpacked":
+                number = next(self._piece_numbers)
+                sending.wants[number] = Want(*piece, now)
+                self._context.send(sending.link, Need(sending.register.attempt, number))
+            else:
+                self._post(sending, *piece, now)
+
+    def _pack(self, sending: Sending, slab: int, now: float) -> bool:
+        """A slab of ours is free: use it for the next piece, if there still is one."""
+        slabs, piece = self._context.identity.slabs, sending.next_piece()
+        if slabs is None or piece is None:
+            return False
+        self._post(sending, *piece, now, slab=slabs.slab(slab), own=slab)
+        self._advance(sending, now)
+        return True
 
     def _announce(self, sending: Sending) -> None:
         """Say once that bytes are about to arrive."""
@@ -304,14 +354,24 @@ class Producer:
             sending.soon = True
             self._context.send(sending.link, Soon(sending.register.attempt))
 
-    def _post(self, sending: Sending, start: int, stop: int, now: float) -> None:
+    def _post(
+        self,
+        sending: Sending,
+        start: int,
+        stop: int,
+        now: float,
+        *,
+        slab: Region | None = None,
+        own: int = -1,
+        piece: int = 0,
+    ) -> None:
         link, source, attempt = sending.link, sending.source, sending.register.attempt
         assert source is not None and link.plan is not None
         number = WriteId(next(self._write_ids))
         self._announce(sending)
         sending.started = sending.started or now
         sending.posted.add(start, stop)
-        write = Write(start, stop, source, link.generation, link.agent, now)
+        write = Write(start, stop, source, link.generation, link.agent, now, slab=own, piece=piece)
         sending.writes[number] = write
         self._by_write[number] = sending
         source.writes += 1
@@ -326,7 +386,9 @@ class Producer:
                 link.geometry,
                 tuple(source.blocks),
                 sending.blocks,
-                Done(attempt, start, stop),
+                Done(attempt, start, stop, piece=piece),
+                slab,
+                last=stop == sending.register.stop,
             )
         )
 
@@ -335,6 +397,8 @@ class Producer:
         write = sending.writes.pop(number)
         self._by_write.pop(number, None)
         write.source.writes -= 1
+        if write.slab >= 0:
+            self._context.slabs.give(write.slab)
         route = (write.generation, write.agent)
         sending.link.writes[route] -= 1
         if not sending.link.writes[route]:
@@ -351,6 +415,7 @@ class Producer:
             elif sending.state is SendingState.SENDING:
                 sending.move(SendingState.WAITING)
                 sending.source = None
+                self._forget_slabs(sending)
                 source.sendings.discard(sending)
                 self._match(sending, now)  # it may have been offered again already
         if not again:
@@ -368,6 +433,7 @@ class Producer:
         if sending.state in (SendingState.STOPPING, SendingState.ENDED):
             return
         sending.move(SendingState.STOPPING)
+        self._forget_slabs(sending)
         sending.reason = reason
         sending.repeat_at = now + self._context.config.resend_most
         self._context.count("sends", label="failed")
@@ -377,11 +443,18 @@ class Producer:
         """No more WRITEs; when none is in flight either, say so and end."""
         if sending.state is not SendingState.STOPPING:
             sending.move(SendingState.STOPPING)
+        self._forget_slabs(sending)
         if sending.quiet and sending.cancelled:
             self._context.send(sending.link, Cancelled(sending.register.attempt))
             self._end(sending)
 
+    def _forget_slabs(self, sending: Sending) -> None:
+        """Use no slab that is still to come: grants under way go back when they arrive."""
+        sending.wants.clear()
+        self._context.slabs.drop(("pack", sending.key))
+
     def _end(self, sending: Sending) -> None:
+        self._forget_slabs(sending)
         sending.move(SendingState.ENDED)
         sending.link.sessions -= 1
         sending.link.over.add(sending.register.attempt)

@@ -9,13 +9,16 @@ from neuron_push.protocol import (
     Cancelled,
     Done,
     Failed,
+    Grant,
     Hello,
     Match,
     Move,
     Moved,
+    Need,
     Refusal,
     Register,
     Registered,
+    Return,
     Soon,
     Welcome,
 )
@@ -57,7 +60,8 @@ def messages(rng, link: int = 0):
     return rng.choice([
         registers(rng, link), Registered(attempt), Soon(attempt), Done(attempt, 0, 4),
         Done(attempt, HUGE - 1, HUGE), Failed(attempt, "?" * 600), Cancel(attempt, "no"),
-        Cancelled(attempt), Alive(True), Alive(False),
+        Done(attempt, 0, 4, piece=1), Need(attempt, 1), Return(attempt, 1),
+        Grant(attempt, 1, rng.choice([0, -1, HUGE])), Cancelled(attempt), Alive(True), Alive(False),
         Move(rng.choice(SIDES), rng.choice(STRANGERS), b"x"),
         Moved(rng.choice(SIDES), rng.choice(STRANGERS)),
     ])  # fmt: skip
@@ -67,7 +71,8 @@ def about(rng, attempt: int):
     """One message about a real attempt, for a stranger to send."""
     return rng.choice([
         Registered(attempt), Soon(attempt), Done(attempt, 0, 4), Failed(attempt, "forged"),
-        Cancel(attempt, "forged"), Cancelled(attempt),
+        Cancel(attempt, "forged"), Cancelled(attempt), Need(attempt, 1), Grant(attempt, 1, 0),
+        Return(attempt, 1), Done(attempt, 0, 4, piece=1),
     ])  # fmt: skip
 
 

@@ -14,12 +14,15 @@ from neuron_push.protocol import (
     Cancelled,
     Done,
     Failed,
+    Grant,
     Match,
     Move,
     Moved,
+    Need,
     Notification,
     Register,
     Registered,
+    Return,
     Soon,
 )
 from neuron_push.rendezvous import events as ev
@@ -35,6 +38,7 @@ MESSAGES = [
     Register(1, 1, MATCH, 40, 40, (BlockList(10, ()),), 1000),
     Register(1, 2, MATCH, 0, 40, (), 0),
     Registered(1), Soon(1), Done(1, 0, 12), Done(1, 0, 4000), Failed(1, "no"), Cancel(1, "no"),
+    Done(1, 0, 12, piece=1), Need(1, 1), Grant(1, 1, 0), Return(1, 1),
     Cancelled(1), Alive(True), Alive(False),
     Move("prefill", "P0/0/1/5", b"P0/0/1/5"), Move("decode", "D0/0/1/5", b"D0/0/1/5"),
     Moved("prefill", "D0/0/1/0"), Moved("decode", "P0/0/1/0"),

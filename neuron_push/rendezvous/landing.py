@@ -1,0 +1,144 @@
+"""The decode side of staged shares: slabs granted, pieces landed in them, pieces unpacked.
+
+    (nothing) --Need--> queued --slab free--> granted --Done--> unpacking --Unpacked--> over
+                          |                      |                            ^
+                          +--- Return, quiet ----+----------------------------+
+
+A prefill rank asks for a slab per piece, when the piece's bytes are ready. A granted slab is its
+own until its WRITE has landed and was unpacked, until it says that it will not use the grant, or
+until nothing of it can land any more (promise 1 holds for slabs as it does for blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from neuron_push.protocol import Done, Grant, Need, Return
+from neuron_push.rendezvous.events import Unpack
+from neuron_push.rendezvous.links import Context, Link
+from neuron_push.rendezvous.ranges import RangeSet
+
+if TYPE_CHECKING:
+    from neuron_push.rendezvous.consumer import Attempt, Share
+
+# Pieces that one share may have asked for and not yet been granted; a healthy peer asks for as
+# many as it has WRITEs in flight, 64 at most.
+MOST_NEEDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One piece being unpacked."""
+
+    attempt: int
+    link: int
+    piece: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """What a staged share has of our slabs."""
+
+    granted: dict[int, int] = field(default_factory=dict)  # piece -> slab
+    queued: set[int] = field(default_factory=set)
+    over: RangeSet = field(default_factory=RangeSet)  # pieces
+    received: RangeSet = field(default_factory=RangeSet)  # tokens, unpacked or not
+    running: set[int] = field(default_factory=set)  # pieces being unpacked
+
+
+class Landings:
+    """All staged shares of this decode rank."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._numbers = count(1)
+        self._jobs: dict[int, Job] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being unpacked."""
+        return bool(self._jobs)
+
+    def on_need(self, attempt: Attempt, share: Share, message: Need) -> None:
+        """A prefill rank has a piece ready: grant a slab, now or in its turn."""
+        landing, link, piece = share.landing, share.link, message.piece
+        if link.unpack is None:
+            self._context.count("rejected_messages", label="Need over a direct link")
+        elif share.quiet or piece in landing.queued or landing.over.covers(piece, piece + 1):
+            self._context.count("stale_messages", label="Need")
+        elif piece in landing.granted:
+            self._context.send(link, Grant(message.attempt, piece, landing.granted[piece]))
+        elif len(landing.queued) >= MOST_NEEDS:
+            self._context.count("rejected_messages", label="too many Needs")
+        else:
+            landing.queued.add(piece)
+            number = attempt.command.attempt
+
+            def serve(slab: int, now: float) -> bool:
+                landing.queued.discard(piece)
+                landing.granted[piece] = slab
+                self._context.send(link, Grant(number, piece, slab))
+                return True
+
+            self._context.slabs.ask(_key(number, link, piece), serve)
+
+    def on_return(self, attempt: Attempt, share: Share, message: Return) -> None:
+        """A prefill rank will not use a grant, nor any other of that number."""
+        landing, piece = share.landing, message.piece
+        if piece in landing.queued:
+            landing.queued.discard(piece)
+            self._context.slabs.drop(_key(attempt.command.attempt, share.link, piece))
+        if piece in landing.granted and piece not in landing.running:
+            self._context.slabs.give(landing.granted.pop(piece))
+        landing.over.add(piece, piece + 1)
+
+    def on_done(self, attempt: Attempt, share: Share, message: Done) -> str:
+        """A piece has landed in its slab: unpack it if anybody still wants it; a complaint."""
+        landing, plan, piece = share.landing, share.link.unpack, message.piece
+        slab = landing.granted.get(piece)
+        if plan is None or slab is None or piece in landing.running:
+            known = landing.over.covers(piece, piece + 1) or piece in landing.running
+            return "" if known else "Done for a slab that was not granted"
+        landing.received.add(message.start, message.stop)
+        if share.quiet or attempt.draining:
+            self._free(landing, piece)
+            return ""
+        number = next(self._numbers)
+        self._jobs[number] = Job(
+            attempt.command.attempt, share.link.id, piece, message.start, message.stop
+        )
+        landing.running.add(piece)
+        self._context.act(Unpack(number, plan, message.start, message.stop, attempt.blocks, slab))
+        return ""
+
+    def take(self, number: int) -> Job | None:
+        """A job has ended."""
+        return self._jobs.pop(number, None)
+
+    def finished(self, share: Share, piece: int) -> None:
+        """A piece is unpacked, or failed to be: its slab is free."""
+        share.landing.running.discard(piece)
+        self._free(share.landing, piece)
+
+    def quiet(self, attempt: Attempt, share: Share) -> None:
+        """Nothing of this share can land any more: take back what it has, but what is running."""
+        landing = share.landing
+        for piece in list(landing.queued):
+            self._context.slabs.drop(_key(attempt.command.attempt, share.link, piece))
+        landing.queued.clear()
+        for piece in list(landing.granted):
+            if piece not in landing.running:
+                self._free(landing, piece)
+
+    def _free(self, landing: Landing, piece: int) -> None:
+        self._context.slabs.give(landing.granted.pop(piece))
+        landing.over.add(piece, piece + 1)
+
+
+def _key(attempt: int, link: Link, piece: int) -> Hashable:
+    return "unpack", attempt, link.id, piece
