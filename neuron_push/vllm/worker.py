@@ -20,8 +20,9 @@ from neuron_push import accelerator as accelerators
 from neuron_push.commands import Command, Receive, ReceiveFailed, Retire, Settle, Unpinned
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError
+from neuron_push.geometry import Geometry, Region
 from neuron_push.nixl import factory
-from neuron_push.protocol import Address
+from neuron_push.protocol import Address, Slabs
 from neuron_push.rendezvous import Identity
 from neuron_push.transfer import TransferThread
 from neuron_push.vllm import describe, identity
@@ -52,6 +53,7 @@ class WorkerHalf:
         self._drafts = identity.draft_model(vllm_config) != ()
         self._accelerator = accelerators.lookup(config.accelerator)
         self._thread: TransferThread | None = None
+        self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
         self._meta: StepMeta = NOTHING
         self._due: list[Command] = []  # prefill commands of the step, until its settle point
@@ -73,10 +75,12 @@ class WorkerHalf:
         total = config.model_config.get_total_num_kv_heads()
         heads = describe.held_heads(total, tensor_rank, tensor_ranks)
         self._check_environment()
+        describe.refuse_context_parallel(config)
         geometry = describe.describe(config, self._kv_config, caches, self._accelerator, heads)
         me = Identity(
             self._engine, self._rank, int.from_bytes(os.urandom(6), "big"),
             identity.semantics(config, identity.group_kinds(self._kv_config)), geometry,
+            self._slabs(geometry),
         )  # fmt: skip
         settings = self._config
         accelerator = self._accelerator
@@ -91,13 +95,25 @@ class WorkerHalf:
         )
         if settings.switch_interval:
             sys.setswitchinterval(settings.switch_interval)
-        self._thread = TransferThread(settings, me, transport, listener)
+        self._thread = TransferThread(
+            settings, me, transport, listener, make_mover=accelerator.mover
+        )
         address = self._thread.start()
         logger.info(
             "neuron-push: rank %d of %s: %d MiB in %d regions over %s, answers at port %d",
             self._rank, self._engine, sum(r.length for r in geometry.regions) >> 20,
             len(geometry.regions), "/".join(backends), address.port,
         )  # fmt: skip
+
+    def _slabs(self, geometry: Geometry) -> Slabs | None:
+        """Staging memory of the caches' own kind, if this side can bring bytes into order."""
+        count, size = self._config.staging_slabs, self._config.staging_slab_bytes
+        if not (self._accelerator.can_reorder and count):
+            return None
+        slab = self._accelerator.slab(count * size)
+        self._staging = slab.owner
+        like = geometry.regions[0]
+        return Slabs(Region(slab.base, count * size, like.memory, like.device), size)
 
     def _check_environment(self) -> None:
         missing = self._accelerator.environment(os.environ)
