@@ -63,7 +63,7 @@ class Server:
     def poll(self) -> list[Request]:
         """Take what has arrived, without waiting."""
         requests: list[Request] = []
-        if not self.socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if not int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             return requests  # far cheaper than the exception below, and the usual case
         for _ in range(_REQUESTS_PER_POLL):
             try:

@@ -45,6 +45,8 @@ from neuron_push.transport import TransportFactory
 logger = logging.getLogger(__name__)
 
 TICK = 0.005
+# Only leases run while nothing is under way, and they need no better.
+IDLE_TICK = 0.1
 # While a WRITE is in flight: look again at once some times, then sleep ever longer.
 EAGER = 20
 LONGEST_BUSY_SLEEP = 0.0002
@@ -156,7 +158,7 @@ class TransferThread:
         driver: Driver | None = None
         try:
             driver = self._make_driver()
-            self._idle_poll.register(driver.server.socket.get(zmq.FD), select.POLLIN)
+            self._idle_poll.register(int(driver.server.socket.get(zmq.FD)), select.POLLIN)
             self._act(driver, [Open(1)])
             while driver.events:
                 self._handle(driver, driver.events.popleft())
@@ -169,7 +171,7 @@ class TransferThread:
                 driver.close()
 
     def _loop(self, driver: Driver) -> None:
-        next_tick = 0.0
+        ticked = 0.0
         idle = 0
         while not self._stop:
             now = self._clock()
@@ -177,8 +179,8 @@ class TransferThread:
             worked = driver.poll(now) or worked
             while driver.events:
                 self._handle(driver, driver.events.popleft())
-            if now >= next_tick:
-                next_tick = now + TICK
+            if now - ticked >= (IDLE_TICK if self._core.tempo == "idle" else TICK):
+                ticked = now
                 self._act(driver, self._core.tick(now))
             idle = 0 if worked or driver.events else idle + 1
             self._pause(driver, idle)
