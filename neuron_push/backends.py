@@ -23,7 +23,7 @@ __all__ = ["GPU", "HOST", "NEURON", "Attention", "arrange"]
 class Attention:
     """What a runner knows of one layer's attention backend."""
 
-    backend: str  # its get_name()
+    backend: str  # its get_name(); empty if the engine keeps no layer of that name
     kind: str = "full"  # of the layer's KV group
     isa: str = ""  # CPU_ATTN: the instruction set that its pages are packed for
     # vLLM Neuron's option `fp8_packed_kv`: K of two neighbouring tokens lies channel by channel.
@@ -62,9 +62,9 @@ GPU: Final[Mapping[str, Arrangement]] = {
     "FLASH_ATTN": _interleaved,
     "TRITON_ATTN": _interleaved,
 }
-# vLLM Neuron's backend calls itself CUSTOM. Only its accelerator reads this table, since other
-# platforms use that name too.
-NEURON: Final[Mapping[str, Arrangement]] = {"CUSTOM": _split_first, "NEURON": _split_first}
+# vLLM Neuron has one backend, which calls itself CUSTOM; its models' layers need not be in vLLM's
+# table. Only its accelerator reads this, since other platforms use that name too.
+NEURON: Final[Mapping[str, Arrangement]] = {"CUSTOM": _split_first, "": _split_first}
 # Emulated devices keep their pages in host memory, in their own arrangement.
 HOST: Final[Mapping[str, Arrangement]] = {
     "CPU_ATTN": _cpu_attn,
@@ -83,6 +83,6 @@ def arrange(
     if arrangement is None:
         raise ConfigError(
             f"attention backend {attention.backend!r} arranges KV pages in a way that is not known "
-            f"here; use one of {', '.join(sorted(table))}"
+            f"here; use one of {', '.join(sorted(filter(None, table)))}"
         )
     return arrangement(view, place, attention)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,6 +99,46 @@ class TestPlanes:
             accelerator(tmp_path).planes(
                 tensor, Attention("CUSTOM", packed_keys=True), Place(0, 0, 0x10000)
             )
+
+
+class TestDescription:
+    """Through the vLLM facade, with the objects that vLLM Neuron's runner hands over."""
+
+    def config(self, **parallel):
+        return SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            parallel_config=SimpleNamespace(**parallel),
+            additional_config=None,
+        )
+
+    def describe(self, tmp_path, config):
+        describe = importlib.import_module("neuron_push.vllm.describe").describe
+        spec = type("FullAttentionSpec", (), {"block_size": 16})()
+        names = [f"layers.{n}.self_attn" for n in range(2)]
+        group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+        caches = {name: FakeTensor("neuron", 0x10000 * (n + 1)) for n, name in enumerate(names)}
+        for tensor in caches.values():
+            tensor.dim = lambda: 5
+        kv_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=4)
+        return describe(config, kv_config, caches, accelerator(tmp_path), (4, 5))
+
+    def test_each_layer_is_an_allocation_and_the_null_block_is_left_out(self, tmp_path):
+        geometry = self.describe(tmp_path, self.config())
+        assert [region.base for region in geometry.regions] == [0x10000, 0x20000]
+        assert {region.memory for region in geometry.regions} == {"VRAM"}
+        assert geometry.reserved_blocks == 1
+        (group,) = geometry.groups
+        assert (group.heads, group.page_tokens, len(group.planes)) == ((4, 5), 16, 4)
+        assert [(p.layer, p.kind, p.offset) for p in group.planes[2:]] == [
+            (1, "k", 0),
+            (1, "v", 2048),
+        ]
+
+    def test_context_parallelism_is_refused(self):
+        refuse = importlib.import_module("neuron_push.vllm.describe").refuse_context_parallel
+        refuse(self.config(decode_context_parallel_size=1))
+        with pytest.raises(ConfigError, match=r"decode_context_parallel_size is 2.*NeuronNixl"):
+            refuse(self.config(decode_context_parallel_size=2))
 
 
 class TestThread:

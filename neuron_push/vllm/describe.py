@@ -85,10 +85,24 @@ def layer_index(name: str) -> int:
     return int(numbers[0])
 
 
+def refuse_context_parallel(config: VllmConfig) -> None:
+    """Raise ConfigError if ranks hold parts of one request's tokens: planes cannot say which."""
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(config.parallel_config, setting, 1)
+        if isinstance(size, int) and size > 1:
+            raise ConfigError(
+                f"{setting} is {size}: context parallelism spreads a request's tokens over ranks, "
+                "which this version does not transfer (and vLLM Neuron allows DCP only with its "
+                "own NeuronNixlConnector); set it to 1"
+            )
+
+
 def _attention(config: VllmConfig, name: str, kind: str) -> Attention:
-    layer: Any = config.compilation_config.static_forward_context[name]
+    # Models that bring their own layers (vLLM Neuron's do) may leave this table empty; then only
+    # an accelerator with one backend can tell.
+    layer: Any = config.compilation_config.static_forward_context.get(name)
     return Attention(
-        backend=layer.get_attn_backend().get_name(),
+        backend=layer.get_attn_backend().get_name() if layer is not None else "",
         kind=kind,
         isa=str(getattr(layer, "isa", "")),
         packed_keys=bool((config.additional_config or {}).get("fp8_packed_kv", False)),
