@@ -126,7 +126,8 @@ def _run(cell: Cell, pool: Pool, nodes: list[hardware.Node], args: argparse.Name
             prefill, decode = pool.get(cell)
             verdict = checks.run(cell, checks.Emulated(prefill), checks.Emulated(decode))
     except (NeuronPushError, ServerFailed, OSError) as error:
-        return Outcome(cell, State.FAILED, f"{type(error).__name__}: {error}")
+        # A server's error ends with its log's tail; the log itself is kept with --logs.
+        return Outcome(cell, State.FAILED, str(error).splitlines()[0])
     return judge(cell, verdict, real is not None)
 
 

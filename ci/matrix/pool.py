@@ -51,10 +51,14 @@ class Pool:
         self._say = say
         self._running: dict[Key, EmulatedEngine] = {}
         self._used: dict[Key, float] = {}
+        self._broken: dict[Key, str] = {}
 
     def get(self, cell: Cell) -> tuple[EmulatedEngine, EmulatedEngine]:
         """The cell's two engines, serving. Raises ServerFailed or ConfigError."""
         wanted = keys(cell)
+        for key in wanted:
+            if key in self._broken:
+                raise processes.ServerFailed(self._broken[key])
         new = [key for key in wanted if not self._alive(key)]
         self._make_room(wanted, new)
         try:
@@ -62,11 +66,20 @@ class Pool:
         except processes.ServerFailed as error:
             # A free port may be taken by another process before the server binds it.
             self._say(f"once more: {str(error).splitlines()[0]}")
-            self._start(new)
+            self._again(new)
         for key in wanted:
             self._used[key] = time.monotonic()
         prefill, decode = wanted
         return self._running[prefill], self._running[decode]
+
+    def _again(self, new: list[Key]) -> None:
+        """The last try, one by one; what fails is not tried again for other cells."""
+        for key in new:
+            try:
+                self._start([key])
+            except processes.ServerFailed as error:
+                self._broken[key] = str(error)
+                raise
 
     def _start(self, new: list[Key]) -> None:
         started = {key: self._make(key) for key in new}

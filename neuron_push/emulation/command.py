@@ -6,6 +6,7 @@ import argparse
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from neuron_push import processes
 from neuron_push.emulation import fleet
+from neuron_push.emulation.report import PERIOD
 from neuron_push.errors import ConfigError
 
 
@@ -45,6 +47,7 @@ def main(args: argparse.Namespace) -> int:
             _show(built)
             while not stop.wait(1.0):
                 _check(built)
+            time.sleep(2 * PERIOD)  # the reports catch up
         return _conclude(built)
 
 

@@ -23,9 +23,8 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "tiny-mla": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
         "num_key_value_heads": 4, "kv_lora_rank": 96, "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None, "n_routed_experts": None,
-        "first_k_dense_replace": 4, "moe_intermediate_size": 64, "n_shared_experts": None,
-        "num_experts_per_tok": None, "head_dim": 32,
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None, "head_dim": 32,
+        "first_k_dense_replace": 4, "moe_intermediate_size": 64,
     },
     # The shape of the published benchmark, for cost profiles at TP 8.
     "qwen3-32b": {

@@ -1,0 +1,107 @@
+"""`neuron-push emulate` over real servers: up, asked through the router, stopped."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from neuron_push.emulation import pattern
+from tests.emulation import kit
+
+pytest.importorskip("vllm")
+pytest.importorskip("nixl_cu12")
+
+FLEET = """
+router: {{}}
+engines:
+  - {{name: prefill, role: prefill, device: trn2, profile: quick, fault: "{fault}"}}
+  - {{name: decode, role: decode, device: trn2, block_size: 48, profile: quick}}
+"""
+
+
+class Command:
+    """The command as a user runs it."""
+
+    def __init__(self, folder, fault=""):
+        (folder / "fleet.yaml").write_text(FLEET.format(fault=fault))
+        self.logs = folder / "logs"
+        words = [sys.executable, "-m", "neuron_push.cli", "emulate", str(folder / "fleet.yaml")]
+        self.process = subprocess.Popen(
+            [*words, "--logs", str(self.logs)],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+
+    def url(self):
+        for line in self.process.stdout:
+            if found := re.search(r"the fleet is up: .* at (\S+);", line):
+                return found[1]
+        pytest.fail(f"the fleet did not start: {self.process.wait()}")
+
+    def stop(self):
+        self.process.send_signal(signal.SIGINT)
+        text, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, text
+
+
+@pytest.fixture
+def start(tmp_path):
+    running = []
+
+    def begin(**options):
+        running.append(Command(tmp_path, **options))
+        return running[-1]
+
+    yield begin
+    for command in running:
+        if command.process.poll() is None:
+            command.stop()
+
+
+def ask(url, prompt, count):
+    body = {
+        "model": "emulated", "prompt": prompt, "max_tokens": count, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"{url}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["token_ids"]
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.real_nixl
+@pytest.mark.timeout(400)
+def test_a_fleet_answers_what_correct_kv_gives_and_stops_cleanly(start):
+    command = start()
+    url = command.url()
+    for length in (31, 700, 1500):
+        prompt = kit.prompt(length, seed=length)
+        assert ask(url, prompt, 8) == pattern.continuation(prompt, 8)
+    status, text = command.stop()
+    assert status == 0, text
+    assert " 0 wrong rows" in text and "before the next launch 0" not in text.split("decode-0")[0]
+    decode = json.loads((command.logs / "reports" / "decode-0.json").read_text())
+    assert decode["context_tokens"] == 30 + 699 + 1499 and decode["wrong_rows"] == 0
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.real_nixl
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_fence_that_lies_shows_in_the_answer_and_in_the_exit_status(start):
+    command = start(fault="early-fence")
+    url = command.url()
+    # The first one waits for the engines to meet, and its bytes are there by then.
+    prompts = [kit.prompt(1500, seed) for seed in range(6)]
+    assert any(ask(url, prompt, 8) != pattern.continuation(prompt, 8) for prompt in prompts)
+    status, text = command.stop()
+    assert status == 1, text
+    assert (command.logs / "reports" / "decode-0.wrong.jsonl").exists()
