@@ -103,8 +103,46 @@ def test_extras_are_complete(wheels):
 
 def test_the_neuron_extra_refuses_the_placeholders_of_the_public_index():
     extras = project(ROOT)["optional-dependencies"]
-    # Placeholders there: torch-neuronx 1.0, neuronx-distributed 0.1.
-    assert {"torch-neuronx>=2", "neuronx-distributed>=0.9"} <= set(extras["neuron"])
+    # Placeholders there: torch-neuronx 1.0, neuronx-distributed 0.1, vllm-neuron 0.1.0.
+    real = {"torch-neuronx>=2", "neuronx-distributed>=0.9", "vllm-neuron>=0.29,<0.33"}
+    assert real <= set(extras["neuron"])
+    stacks = project(ROOT / "accel/neuron")["optional-dependencies"]
+    assert set().union(*stacks.values()) == real
+
+
+def placeholder(folder: Path, name: str, version: str) -> None:
+    """A wheel without code, as the public index has them."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        info = f"{stem}.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize(
+    ("need", "name", "version"),
+    [
+        ("vllm-neuron>=0.29,<0.33", "vllm-neuron", "0.1.0"),
+        ("torch-neuronx>=2", "torch-neuronx", "1.0"),
+        ("neuronx-distributed>=0.9", "neuronx-distributed", "0.1"),
+    ],
+)
+def test_a_wrong_index_fails_in_words(tmp_path, need, name, version):
+    """pip itself, offered only the placeholder, says which name has no version that fits."""
+    placeholder(tmp_path, name, version)
+    offline = ["--no-index", "--find-links", str(tmp_path), "--no-deps", "--dry-run"]
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *offline]
+    done = subprocess.run([*pip, need], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"from versions: {version}" in done.stderr
+    assert f"No matching distribution found for {name}" in done.stderr
+    # Without the bound the empty package would be taken.
+    assert subprocess.run([*pip, name], capture_output=True, check=False).returncode == 0
 
 
 def test_the_cpu_extra_takes_one_flavour_of_nixl_in_the_tested_ranges():
