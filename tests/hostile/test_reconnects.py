@@ -48,10 +48,10 @@ def test_engines_that_came_and_went_are_forgotten(stage):
 
 
 def reconnect(scene: Scene, p, d, number: int) -> None:
-    """P is a new engine on the old port; every other one leaves with a transfer under way."""
+    """P is a new engine on the old port; every fourth leaves with a transfer under way."""
     p.call("reborn", f"P{number}")
     transfer(scene, p, d, f"whole {number}", FRESH, number, f"P{number}")
-    if number % 2:
+    if number % 4 == 3:
         p.call("offer", f"half {number}", HIT[:4], number, 2)
         attempt = d.want(f"half {number}", HIT[:4], p.address, f"P{number}")
         scene.until(lambda: d.exact(HIT[:2], number), what="half of it")
@@ -67,7 +67,7 @@ def grows(before, after, key):
 def many(stage, times):
     scene = stage(alive_interval=0.05, rotation_interval=0.01, silence=4.0, **SWIFT)
     p, d = scene.child("P", "producer"), scene.rank("D", "consumer")
-    warm = max(10, times // 10)
+    warm = 12
     for number in range(warm):
         reconnect(scene, p, d, number)
     settled(scene, d)
@@ -79,10 +79,10 @@ def many(stage, times):
     for name, (before, after) in both.items():
         kib = grows(before, after, "rss_kib")
         print(f"{times} reconnects, the one that {name}: {kib} KiB, {after}")
-        assert kib < MOST_KIB[name] * max(1, times // 200)
+        assert kib < MOST_KIB[name]
         assert grows(before, after, "descriptors") <= MOST_DESCRIPTORS
         assert grows(before, after, "threads") <= MOST_THREADS
-    assert d.tally("rotations") >= times // 2
+    assert d.tally("rotations") >= times // 4
 
 
 def settled(scene, d):
@@ -92,6 +92,7 @@ def settled(scene, d):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_hundred_reconnects_leave_nothing_behind(stage):
     many(stage, 200)
 
