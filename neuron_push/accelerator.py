@@ -93,6 +93,9 @@ class Accelerator(Protocol):
     # True if the device can gather and scatter strided bytes while the engine runs, so that
     # pages of unlike layouts can be packed or unpacked on this side.
     can_reorder: bool
+    # True if nothing on the device marks the end of a forward: then a fence is right only if it is
+    # recorded once the step's output is known, and the worker settles a step at the next one.
+    hides_end: bool
 
     def probe(self) -> Probe:
         """Look for the device. Never raises, never initialises it; safe in any process."""
@@ -169,6 +172,7 @@ class CpuAccelerator:
 
     name = "cpu"
     can_reorder = True
+    hides_end = False
 
     def probe(self) -> Probe:
         return Probe(True, "host memory is always there")

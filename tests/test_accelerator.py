@@ -132,6 +132,9 @@ class TestContract:
         assert fence.wait(1.0)
         assert fence.done()
 
+    def test_it_says_whether_the_end_of_a_step_is_visible(self, case):
+        assert case[0].hides_end is (case[0].name == "neuron")
+
     def test_it_reorders_or_says_why_not(self, case):
         accelerator = case[0]
         if accelerator.can_reorder:

@@ -76,6 +76,11 @@ class WorkerHalf:
         heads = describe.held_heads(total, tensor_rank, tensor_ranks)
         self._check_environment()
         describe.refuse_context_parallel(config)
+        if self._accelerator.hides_end and config.scheduler_config.async_scheduling:
+            raise ConfigError(
+                f"the end of a step is not visible on {self._accelerator.name}, so a step must not "
+                "begin before the last one's output is known: start with --no-async-scheduling"
+            )
         geometry = describe.describe(config, self._kv_config, caches, self._accelerator, heads)
         me = Identity(
             self._engine, self._rank, int.from_bytes(os.urandom(6), "big"),
@@ -130,8 +135,8 @@ class WorkerHalf:
 
     def bind(self, meta: StepMeta) -> None:
         """A step begins: registrations leave now, before the forward."""
-        if self._due:
-            self.settle()  # a runner that called no later hook in the last step
+        # What a runner that called no later hook left behind, or what had to wait for its output.
+        self._settle()
         self._meta = meta
         if meta.rejected:
             self._rejected += meta.rejected
@@ -152,11 +157,21 @@ class WorkerHalf:
 
     def finish_forward(self) -> None:
         """Settle point of runners that call it; draft layers are written later."""
-        if self._due and not self._drafts:
+        if not self._drafts:
             self.settle()
 
     def settle(self) -> None:
-        """What this step computed is settled once the fence recorded here is done. Idempotent."""
+        """What this step computed is settled once the fence recorded here is done. Idempotent.
+
+        Where the device hides its end, tokens wait for the next `bind`: without asynchronous
+        scheduling the engine has the step's output by then, and it always takes one more step
+        after a request has finished.
+        """
+        if self._accelerator.hides_end and any(isinstance(c, Settle) for c in self._due):
+            return
+        self._settle()
+
+    def _settle(self) -> None:
         if not self._due:
             return
         assert self._thread is not None

@@ -45,6 +45,7 @@ class CudaAccelerator:
 
     name = "cuda"
     can_reorder = True
+    hides_end = False
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root

@@ -54,6 +54,8 @@ class NeuronAccelerator:
     name = "neuron"
     # A compiled graph owns the cores, and eager strided copies are refused.
     can_reorder = False
+    # It also gives no event for its end.
+    hides_end = True
 
     def __init__(
         self, root: Path = Path("/"), load: Callable[[], libnrt.Loaded] = libnrt.load
@@ -128,8 +130,8 @@ class NeuronAccelerator:
     def record_fence(self) -> Fence:
         """A fence that is done at once: right only once the step's output is known.
 
-        A compiled graph gives no event for its end. The connector therefore records at the
-        first hook after the step's output was read back, and by then its KV bytes are in memory.
+        The worker sees `hides_end` and records at the first hook after the output was read back,
+        which is the next step's. By then the graph that wrote the KV bytes has ended.
         """
         return DoneFence()
 
