@@ -59,6 +59,8 @@ class CellSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefix_caching: tuple[bool, ...] = (True,)
     runner: tuple[Literal["gpu-v2", "gpu-v1", "cpu"], ...] = ("gpu-v2",)
     load: tuple[Load, ...] = ("shapes", "burst")
+    kv_tokens: int = 24_000
+    """Tokens that each engine's KV blocks hold; few make the scheduler preempt."""
     same_side: bool = False
     """Only combinations whose two sides are alike."""
 
@@ -87,6 +89,12 @@ class Cell:
     runner: str
     load: tuple[str, ...]
     may_refuse: bool
+    kv_tokens: int
+
+    @property
+    def short_of_kv(self) -> bool:
+        """Whether requests are preempted on purpose."""
+        return self.kv_tokens < 10_000
 
     @property
     def devices(self) -> str:
@@ -98,6 +106,7 @@ class Cell:
         words = [self.model, self.connector, self.mode, *self.load]
         words += [] if self.prefix_caching else ["no-prefix-cache"]
         words += [] if self.runner == "gpu-v2" else [self.runner]
+        words += [f"kv{self.kv_tokens}"] if self.short_of_kv else []
         return f"{self.prefill} > {self.decode} {' '.join(words)}"
 
 
@@ -132,7 +141,7 @@ def _expand(matrix: MatrixSpec, spec: CellSpec) -> Iterator[Cell]:
         may_refuse = pair in matrix.untranslated and model in matrix.untranslated_models
         yield Cell(
             sides[0], sides[1], model, connector, mode, caching, runner, spec.load,
-            may_refuse,
+            may_refuse, spec.kv_tokens,
         )  # fmt: skip
 
 

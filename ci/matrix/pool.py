@@ -28,17 +28,19 @@ class Key:
     connector: str
     prefix_caching: bool
     runner: str
+    kv_tokens: int
 
     @property
     def name(self) -> str:
         words = [self.role, str(self.side), self.model, self.connector, self.runner]
         words += [] if self.prefix_caching else ["uncached"]
+        words += [str(self.kv_tokens)]
         return "-".join(words).replace("/", ".").replace("@", ".")
 
 
 def keys(cell: Cell) -> tuple[Key, Key]:
     """The engines that a cell needs."""
-    rest = (cell.model, cell.connector, cell.prefix_caching, cell.runner)
+    rest = (cell.model, cell.connector, cell.prefix_caching, cell.runner, cell.kv_tokens)
     return Key("prefill", cell.prefill, *rest), Key("decode", cell.decode, *rest)
 
 
@@ -119,7 +121,7 @@ class Pool:
         settings = SETTINGS if key.connector == "neuron-push" else {}
         spec = EngineSpec(
             name=key.name, role=key.role, device=side.device, vllm=side.vllm,  # type: ignore[arg-type]
-            tp=side.tp, block_size=side.block, blocks=max(64, 24_000 // side.block),
+            tp=side.tp, block_size=side.block, blocks=max(64, key.kv_tokens // side.block),
             prefix_caching=key.prefix_caching, runner=key.runner,  # type: ignore[arg-type]
             profile="quick", connector=key.connector, settings=dict(settings),  # type: ignore[arg-type]
         )  # fmt: skip

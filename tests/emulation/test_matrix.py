@@ -18,7 +18,9 @@ PR = cells.cells(MATRIX, "pr")
 def cell(**changes):
     text = {"prefill": "trn2", "decode": "p5en", **changes}
     sides = [cells.Side.parse(text[name], "0.32.0") for name in ("prefill", "decode")]
-    return cells.Cell(*sides, "tiny-gqa", "neuron-push", "push", True, "gpu-v2", ("shapes",), False)
+    return cells.Cell(
+        *sides, "tiny-gqa", "neuron-push", "push", True, "gpu-v2", ("shapes",), False, 24000
+    )
 
 
 def test_there_are_no_other_states():
