@@ -82,7 +82,6 @@ class Write:
     agent: AgentName  # theirs
     posted: float  # when
     slab: int = -1  # ours, if it was packed there
-    piece: int = 0  # in a slab of theirs
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +110,7 @@ class Sending:
     landed: RangeSet = field(default_factory=RangeSet)
     writes: dict[WriteId, Write] = field(default_factory=dict)  # in flight
     wants: dict[int, Want] = field(default_factory=dict)  # by piece, when decode unpacks
+    pieces: RangeSet = field(default_factory=RangeSet)  # that were posted into granted slabs
     broken: bool = False  # a WRITE failed half way: quiet only when fenced
     cancelled: bool = False  # the decode rank waits for `Cancelled`
     started: float = 0.0  # when its first WRITE was posted

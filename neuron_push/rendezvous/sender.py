@@ -163,18 +163,21 @@ class Producer:
 
     def on_grant(self, link: Link, message: Grant, now: float) -> None:
         """The decode rank has a slab for a piece: WRITE it there, or give the slab back."""
-        sending = self.sendings.get((link.id, message.attempt))
-        want = sending.wants.pop(message.piece, None) if sending else None
-        slabs = link.slabs
-        if sending is None or want is None or slabs is None:
-            if sending is None or all(w.piece != message.piece for w in sending.writes.values()):
-                self._context.send(link, Return(message.attempt, message.piece))
+        sending, piece = self.sendings.get((link.id, message.attempt)), message.piece
+        if sending is None:
+            return  # decode takes its slabs back when it hears how the attempt ended
+        want, slabs = sending.wants.pop(piece, None), link.slabs
+        if want is None or slabs is None:
+            # A late copy must not return a slab whose WRITE may still be on its way.
+            if not sending.pieces.covers(piece, piece + 1):
+                self._context.send(link, Return(message.attempt, piece))
             return
         if not 0 <= message.slab < slabs.count:
             self._fail(sending, f"decode granted slab {message.slab} of {slabs.count}", now)
             return
         slab = slabs.slab(message.slab)
-        self._post(sending, want.start, want.stop, now, slab=slab, piece=message.piece)
+        sending.pieces.add(piece, piece + 1)
+        self._post(sending, want.start, want.stop, now, slab=slab, piece=piece)
 
     def write_ended(self, event: WriteEnded, now: float) -> None:
         """A WRITE is over, was never started, or failed half way."""
@@ -371,7 +374,7 @@ class Producer:
         self._announce(sending)
         sending.started = sending.started or now
         sending.posted.add(start, stop)
-        write = Write(start, stop, source, link.generation, link.agent, now, slab=own, piece=piece)
+        write = Write(start, stop, source, link.generation, link.agent, now, slab=own)
         sending.writes[number] = write
         self._by_write[number] = sending
         source.writes += 1

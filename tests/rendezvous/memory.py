@@ -10,8 +10,16 @@ from itertools import pairwise
 
 from neuron_push.rendezvous.events import Post
 from tests.rendezvous.net import Write
+from tests.rendezvous.shapes import SLAB_BYTES
 
 CANARY = ("canary",)
+
+
+def slab_of(write):
+    """Number of the slab that a staged WRITE uses, on whichever side; None for a direct one."""
+    if write.post.slab is None:
+        return None
+    return (write.post.slab.base - (1 << 50)) // SLAB_BYTES
 
 
 class Memory:
@@ -41,17 +49,45 @@ class Memory:
         cuts = sorted(world.rng.randrange(len(rows) + 1) for _ in range(world.rng.randrange(3)))
         edges = [0, *cuts, len(rows)]
         pieces = [rows[a:b] for a, b in pairwise(edges) if a < b]
-        return Write(writer, post, post.done.attempt, post.agent, pin, pieces)
+        write = Write(writer, post, post.done.attempt, post.agent, pin, pieces)
+        if post.plan.way == "packed":
+            self._pack(write, rows)
+        return write
+
+    def _pack(self, write, rows):
+        """The bytes of a piece go into a slab that no other WRITE of this rank reads."""
+        slab, writer = slab_of(write), write.writer
+        for other in writer.writes.values():
+            shared = slab_of(other) == slab and not other.read_over
+            self.world.check(not shared, f"{writer}: packs into slab {slab}, which {other} reads")
+        cells = writer.staging[slab] = {}
+        for row in rows:
+            cells[row[0]] = self._read(write, row, packed=False)
+
+    def unpack(self, process, action, number, writer):
+        """A piece goes from its slab into blocks that its attempt still holds."""
+        world, engine = self.world, process.engine
+        attempt, size = engine.attempts[number], engine.shape.block_tokens
+        where = f"{process}: unpacking slab {action.slab} of attempt {number}"
+        world.check(process.rank not in attempt.unpinned, f"{where} after Unpinned")
+        for token in range(action.start, action.stop):
+            block = int(action.blocks[0].ids[token // size - action.blocks[0].first])
+            world.check(engine.holder.get(block) == number, f"{where}: block {block} is not held")
+            value = process.staging[action.slab].get(token, CANARY)
+            world.check(value == (attempt.prompt, token), f"{where}: token {token} is {value}")
+            engine.cells[process.rank, block, token % size, writer] = value
 
     def snapshot(self, write):
         """What a crashing writer had handed to the wire."""
         rows = [row for piece in write.pieces for row in piece]
         return {row[0]: self._read(write, row) for row in rows}
 
-    def _read(self, write, row):
+    def _read(self, write, row, *, packed=True):
         token, source, slot, _, _ = row
         if write.ghost is not None:
             return write.ghost[token]
+        if packed and write.post.plan.way == "packed":
+            return write.writer.staging[slab_of(write)].get(token, CANARY)
         content = write.writer.engine.memory.get(source, CANARY)
         if content == CANARY or slot >= content[2]:
             return CANARY
@@ -73,8 +109,23 @@ class Memory:
             world.check(not quiet, f"{where}: lands after Unpinned of rank {process.rank}")
             value = self._read(write, row)
             world.check(value == (attempt.prompt, token), f"{where}: token {token} reads {value}")
+            if write.post.plan.way == "unpacked":
+                self._land_in_slab(write, process, token, value)
+                continue
             engine.cells[process.rank, block, slot, write.writer.rank] = value
         world.landed += len(rows)
+
+    def _land_in_slab(self, write, process, token, value):
+        """Only in a slab that the rank has granted for this very piece."""
+        slab, piece = slab_of(write), write.post.done.piece
+        attempt = process.core.consumer.attempts.get(write.attempt)
+        shares = attempt.shares.values() if attempt else ()
+        granted = any(
+            share.link.rank == write.writer.rank and share.landing.granted.get(piece) == slab
+            for share in shares
+        )
+        self.world.check(granted, f"{write}: lands in slab {slab}, which it was not granted")
+        process.staging.setdefault(slab, {})[token] = value
 
     def check_received(self, process, attempt):
         """Every (prefill rank, token) byte of an attempt is there."""
@@ -92,7 +143,8 @@ class Memory:
                 )
 
     def check_quiet(self, process, number):
-        """No WRITE of an attempt can land on this rank any more."""
+        """No WRITE of an attempt can land on this rank any more, and nothing is unpacked."""
+        self.world.check(number not in process.unpacking, f"{process}: {number} is being unpacked")
         for write in self.world.writes:
             loud = not write.over and write.attempt == number
             if loud and self.world.agents.get(write.target, (None,))[0] is process:

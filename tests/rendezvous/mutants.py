@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from neuron_push.commands import Unpinned
-from neuron_push.protocol import Cancelled, Moved
-from neuron_push.rendezvous import consumer, fence, links, producer, ranges, sender
+from neuron_push.protocol import Cancelled, Moved, Return
+from neuron_push.rendezvous import consumer, fence, landing, links, producer, ranges, sender
 from neuron_push.rendezvous.consumer import AttemptState
 from neuron_push.rendezvous.events import Tell
 
@@ -142,6 +142,78 @@ def settle_twice_as_far(patch):
     patch.setattr(sender.Producer, "settle", settle)
 
 
+def free_slabs_when_cancelling(patch):
+    """Decode takes granted slabs back when it gives up, before prefill has confirmed."""
+
+    def send_cancels(self, attempt, now, original=consumer.Consumer._send_cancels):
+        for share in attempt.shares.values():
+            self.landings.quiet(attempt, share)
+        original(self, attempt, now)
+
+    patch.setattr(consumer.Consumer, "_send_cancels", send_cancels)
+
+
+def free_slabs_when_landed(patch):
+    """Decode takes a slab back when its WRITE has landed, before it is unpacked."""
+
+    def on_done(self, attempt, share, message, original=landing.Landings.on_done):
+        complaint = original(self, attempt, share, message)
+        for piece in list(share.landing.running):
+            if share.landing.granted.get(piece) in self._context.slabs.used:
+                self._context.slabs.give(share.landing.granted[piece])
+        return complaint
+
+    def finished(self, share, piece):
+        share.landing.running.discard(piece)
+        share.landing.granted.pop(piece, None)
+
+    patch.setattr(landing.Landings, "on_done", on_done)
+    patch.setattr(landing.Landings, "finished", finished)
+
+
+def unpin_while_unpacking(patch):
+    """Decode gives its blocks back while a piece is being copied into them."""
+    patch.setattr(consumer.Attempt, "unpacking", False)
+
+
+def reuse_a_packed_slab_at_once(patch):
+    """Prefill packs into a slab whose WRITE is still in flight."""
+
+    def post(self, sending, start, stop, now, *, own=-1, original=sender.Producer._post, **rest):
+        original(self, sending, start, stop, now, own=-1, **rest)
+        if own >= 0:
+            self._context.slabs.give(own)
+
+    patch.setattr(sender.Producer, "_post", post)
+
+
+def write_into_a_slab_without_a_grant(patch):
+    """Prefill uses the slab of its last grant again instead of asking."""
+
+    def advance(self, sending, now, original=sender.Producer._advance):
+        original(self, sending, now)
+        for number, want in list(sending.wants.items()):
+            if sending.pieces and sending.link.slabs is not None and not sending.writes:
+                del sending.wants[number]
+                slab = sending.link.slabs.slab(0)
+                self._post(sending, want.start, want.stop, now, slab=slab, piece=number)
+
+    patch.setattr(sender.Producer, "_advance", advance)
+
+
+def return_a_slab_whose_write_is_under_way(patch):
+    """Prefill answers a late copy of a grant by returning the slab that it has used."""
+
+    def on_grant(self, link, message, now, original=sender.Producer.on_grant):
+        sending = self.sendings.get((link.id, message.attempt))
+        if sending is not None and message.piece not in sending.wants:
+            self._context.send(link, Return(message.attempt, message.piece))
+            return
+        original(self, link, message, now)
+
+    patch.setattr(sender.Producer, "on_grant", on_grant)
+
+
 MUTANTS = {
     mutant.__name__: mutant
     for mutant in (
@@ -149,6 +221,8 @@ MUTANTS = {
         accept_registrations_of_earlier_links, count_instead_of_sets,
         unpin_a_source_under_a_write, moved_before_the_drain,
         join_a_rotation_too_late, cancelled_before_the_drain, post_again_after_preemption,
-        settle_twice_as_far,
+        settle_twice_as_far, free_slabs_when_cancelling, free_slabs_when_landed,
+        unpin_while_unpacking, reuse_a_packed_slab_at_once, write_into_a_slab_without_a_grant,
+        return_a_slab_whose_write_is_under_way,
     )
 }  # fmt: skip

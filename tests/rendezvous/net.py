@@ -69,11 +69,14 @@ class Process:
     open: dict[int, str] = field(default_factory=dict)
     loaded: dict[int, set[str]] = field(default_factory=dict)
     writes: dict[int, Write] = field(default_factory=dict)
+    # Staging memory: slab -> token -> content; and attempts whose pieces are being unpacked.
+    staging: dict[int, dict[int, object]] = field(default_factory=dict)
+    unpacking: list[int] = field(default_factory=list)
 
     def __post_init__(self):
         self.identity = Identity(
             self.engine.name, self.rank, self.incarnation, SEMANTICS,
-            self.engine.shape.geometry(self.rank),
+            self.engine.shape.geometry(self.rank), self.engine.shape.staging(),
         )  # fmt: skip
         self.core = Core(CONFIG, self.identity)
         self.address = Address(self.engine.name, 1 + self.rank)
@@ -234,6 +237,22 @@ class Process:
         world.writes.append(write)
         for piece in range(len(write.pieces)):
             world.at(world.rng.uniform(0, world.faults.write_slow), lambda p=piece: land(write, p))
+
+    def _unpack(self, action):
+        world, job = self.world, self.core.consumer.landings._jobs[action.job]
+        link = self.core.consumer.attempts[job.attempt].shares[job.link].link
+        self.unpacking.append(job.attempt)
+
+        def copy():
+            self.unpacking.remove(job.attempt)
+            if world.chance(world.faults.unposted):
+                self.feed(ev.Unpacked(action.job, "no room"))
+                return
+            world.memory.unpack(self, action, job.attempt, link.rank)
+            self.feed(ev.Unpacked(action.job))
+
+        delay = world.rng.uniform(0, world.faults.write_slow)
+        world.at(delay, lambda: self.when_awake(copy))
 
     # -------------------------------------------------------------------- life
 

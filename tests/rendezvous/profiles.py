@@ -15,6 +15,10 @@ WILD = Faults(
 )  # fmt: skip
 ONE, TWO, FOUR, STAGED = Shape(1), Shape(2, 1, 8), Shape(4, 1, 6), Shape(1, 2)
 
+# K and V apart on one side, side by side on the other: somebody has to reorder.
+APART, APART_TWO = Shape(apart=True), Shape(2, 1, 8, apart=True)
+PACKER, UNPACKER = Shape(apart=True, slabs=2), Shape(slabs=2)
+
 CHAOS = Profile(
     WILD, requests=20, aborts=0.1, missing=0.1, preempt=0.3, twins=0.2,
     crashes=1, freezes=2, false_deaths=2, aliases=0.2, malice=20,
@@ -50,6 +54,30 @@ PROFILES = {
     "rotations, both ways": Profile(
         Faults(write_slow=0.15), both=True, prefills=(ONE, ONE), decodes=(ONE,), requests=40,
         false_deaths=6, spared="P1"
+    ),
+    "packed": Profile(prefills=(PACKER,)),
+    "unpacked": Profile(prefills=(APART,), decodes=(UNPACKER,)),
+    "unpacked, losses": Profile(LOSSY, prefills=(APART,), decodes=(UNPACKER,), aborts=0.2),
+    "unpacked, preemption": Profile(
+        Faults(reorder=True, slow=0.02), prefills=(APART,), decodes=(UNPACKER,), preempt=0.6
+    ),
+    "unpacked, one slab for many": Profile(
+        prefills=(APART, APART), decodes=(Shape(slabs=1),), requests=30
+    ),
+    "unpacked, crashes": Profile(
+        replace(LOSSY, hang=0.5, write_slow=0.3), prefills=(APART, APART), decodes=(UNPACKER,),
+        crashes=2, freezes=2, false_deaths=3, aborts=0.2,
+    ),
+    "packed, crashes": Profile(
+        replace(LOSSY, hang=0.5, write_slow=0.3), prefills=(PACKER,), decodes=(ONE, ONE),
+        crashes=2, freezes=2, false_deaths=3, aborts=0.2, preempt=0.3,
+    ),
+    "chaos, packed": replace(CHAOS, prefills=(PACKER,)),
+    "chaos, unpacked": replace(CHAOS, prefills=(APART,), decodes=(UNPACKER,)),
+    "chaos, unpacked, TP 2 to 1": replace(CHAOS, prefills=(APART_TWO,), decodes=(UNPACKER,)),
+    "chaos, packed, TP 1 to 2": replace(CHAOS, prefills=(PACKER,), decodes=(TWO,)),
+    "chaos, both ways, staged": replace(
+        CHAOS, both=True, prefills=(PACKER,), decodes=(UNPACKER,), requests=30
     ),
     "chaos, TP 2 to 1": replace(CHAOS, prefills=(TWO,), decodes=(ONE,)),
     "chaos, TP 1 to 2": replace(CHAOS, prefills=(ONE,), decodes=(TWO,)),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuron_push.geometry import Geometry, Group, Plane, Region, Semantics
+from neuron_push.protocol import Slabs
 
 HEADS, LAYERS, WIDTH, ELEMENT = 4, 2, 512, 2
 BLOCKS = 256
+# Eight tokens of a rank that holds everything; more where ranks share.
+SLAB_BYTES = 8 * 2 * WIDTH * ELEMENT * HEADS * LAYERS
 SEMANTICS = Semantics("toy", LAYERS, HEADS, WIDTH, "bfloat16", ("full",))
 
 
@@ -18,6 +21,8 @@ class Shape:
     tp: int = 1
     pp: int = 1
     block_tokens: int = 4
+    apart: bool = False  # K and V in two halves of a region rather than side by side per token
+    slabs: int = 0  # staging slabs of each rank; 0 if it cannot reorder
 
     @property
     def world(self) -> int:
@@ -42,15 +47,21 @@ class Shape:
             and set(self.layers(rank)) & set(prefill.layers(other))
         ]
 
+    def staging(self) -> Slabs | None:
+        if not self.slabs:
+            return None
+        return Slabs(Region(1 << 50, self.slabs * SLAB_BYTES, "DRAM", 0), SLAB_BYTES)
+
     def geometry(self, rank: int) -> Geometry:
         heads = self.heads(rank)
-        token = 2 * WIDTH * ELEMENT
+        token = WIDTH * ELEMENT * (1 if self.apart else 2)
         head = token * self.block_tokens
         page = head * len(heads)
         planes, regions = [], []
         for index, layer in enumerate(self.layers(rank)):
-            regions.append(Region((1 << 30) + index * (1 << 34), page * BLOCKS, "DRAM", 0))
-            for kind, offset in (("k", 0), ("v", WIDTH * ELEMENT)):
+            size = page * BLOCKS * (2 if self.apart else 1)
+            regions.append(Region((1 << 30) + index * (1 << 34), size, "DRAM", 0))
+            for kind, offset in (("k", 0), ("v", size // 2 if self.apart else WIDTH * ELEMENT)):
                 planes.append(
                     Plane(layer, kind, index, offset, page, head, token, ELEMENT, WIDTH)
                 )

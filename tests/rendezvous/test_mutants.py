@@ -24,6 +24,12 @@ HUNTING_GROUNDS = {
     "cancelled_before_the_drain": "twins",
     "post_again_after_preemption": "preemption",
     "settle_twice_as_far": "healthy",
+    "free_slabs_when_cancelling": "unpacked, crashes",
+    "free_slabs_when_landed": "unpacked, one slab for many",
+    "unpin_while_unpacking": "unpacked, crashes",
+    "reuse_a_packed_slab_at_once": "packed",
+    "write_into_a_slab_without_a_grant": "unpacked, one slab for many",
+    "return_a_slab_whose_write_is_under_way": "unpacked, losses",
 }
 
 

@@ -176,6 +176,8 @@ class World:
             "rotation": core.generations.pending,
             "sessions": [link for link in core.links if link.sessions],
             "generations": len(process.open) != 1,
+            "slabs": core._context.slabs.used,
+            "waiting for slabs": core._context.slabs.waiting,
         }
         left = {name: what for name, what in leftovers.items() if what}
         self.check(not left, f"{process} is not idle: {left}")

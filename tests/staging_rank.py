@@ -1,0 +1,160 @@
+"""A process with one engine rank at a time over real NIXL, its KV in tensors of a given layout.
+
+UCX is told to use tcp, where the bytes of a WRITE really travel.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+# No child outlives this, whatever becomes of the test.
+LIFE = 600
+ENVIRONMENT = {"UCX_TLS": "tcp,self", "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+
+
+class Rank:
+    """The parent's end; every method of `_Commands` is a `call` away."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        saved = dict(os.environ)
+        os.environ.update(ENVIRONMENT)
+        try:
+            self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self.process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(saved)
+        theirs.close()
+
+    def call(self, command, *arguments, **options):
+        self._pipe.send((command, arguments, options))
+        if not self._pipe.poll(60):
+            raise AssertionError(f"{command}: the process did not answer")
+        failed, result = self._pipe.recv()
+        if failed:
+            raise AssertionError(f"{command} failed in the process: {result}")
+        return result
+
+    def kill(self):
+        self.process.kill()
+        self.process.join(10)
+
+
+class _Commands:
+    def __init__(self):
+        self.thread = self.listener = self.engine = None
+
+    def open(self, name, role, *, slabs=0, slab_bytes=1 << 16, min_run=2048, **shape):
+        """Start the rank; returns where its engine answers."""
+        import numpy as np
+
+        from neuron_push.config import Config
+        from neuron_push.geometry import Region
+        from neuron_push.nixl import factory
+        from neuron_push.protocol import EngineInfo, Slabs
+        from neuron_push.rendezvous import Identity
+        from neuron_push.sidechannel import Listener
+        from neuron_push.transfer import TransferThread
+        from neuron_push.transform import HostMover
+        from tests import fleet
+        from tests.rendezvous.shapes import SEMANTICS
+
+        self.engine = fleet.engine(**shape)
+        memory = None
+        if slabs:
+            self.staging = np.full(slabs * slab_bytes, 0x5A, np.uint8)
+            region = Region(self.staging.ctypes.data, self.staging.nbytes, "DRAM", 0)
+            memory = Slabs(region, slab_bytes)
+        me = Identity(name, 0, os.getpid(), SEMANTICS, self.engine.geometries[0], memory)
+        info = EngineInfo(name, 1, role, 1, 1, 1, 0, ("push",), SEMANTICS, ())
+        self.listener = Listener(name, "127.0.0.1", 0, lambda: info)
+        config = Config(min_run=min_run, patience=20.0, lease=20.0)
+        self.thread = TransferThread(
+            config, me, factory(("UCX",)), self.listener.address, make_mover=HostMover
+        )
+        self.thread.start()
+        self.heard = []
+        return self.listener.address
+
+    def close(self):
+        self.thread.close()
+        self.listener.close()
+        return list(self.thread._core._context.slabs.used)
+
+    def fill(self, stop):
+        from tests import oracle
+
+        engine = self.engine
+        for cache in engine.caches:
+            oracle.fill(cache, engine.blocks, engine.block_tokens, engine.first, stop)
+
+    def prefill(self, match, edges, chunk_s=0.0):
+        """Offer, settle in chunks, retire."""
+        from neuron_push.commands import Offer, Retire, Settle
+
+        size, blocks = self.engine.block_tokens, self.engine.blocks
+        self.thread.submit([Offer(1, "p", match)])
+        known = 0
+        for stop in edges:
+            count = -(-stop // size)
+            settled = Settle(1, stop, (known,), (blocks[known:count],), 71, stop == match.tokens)
+            self.thread.submit([settled])
+            known = count
+            time.sleep(chunk_s)
+        self.thread.submit([Retire(1, "finished")])
+
+    def receive(self, address, match, start):
+        """Register; remembers what the pages held before."""
+        from neuron_push.commands import Receive
+        from tests import oracle
+
+        self.before = oracle.snapshot(self.engine.caches[0])
+        first = start // self.engine.block_tokens
+        blocks = self.engine.blocks[first:]
+        self.thread.submit(
+            [Receive(1, "r", address, "", match, start, match.tokens, (first,), (blocks,), 72, 20)]
+        )
+
+    def hear(self, kind, seconds=20.0):
+        """Wait for a report of this kind; its text."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.thread.wait(0.05)
+            self.heard += self.thread.take()
+            for report in self.heard:
+                if type(report).__name__ == kind:
+                    return str(report)
+        raise AssertionError(f"no {kind} within {seconds} s; heard {self.heard}")
+
+    def compare(self, start, stop):
+        """Every wanted element is there, by the framework's own indexing, and nothing else."""
+        from tests import oracle
+
+        engine = self.engine
+        oracle.compare(
+            engine.caches[0], self.before, engine.blocks, engine.block_tokens, engine.first,
+            start, stop,
+        )  # fmt: skip
+
+    def way(self):
+        """How the first link of this prefill rank writes."""
+        return next(link.plan.way for link in self.thread._core.links if link.plan)
+
+
+def _serve(pipe):
+    signal.alarm(LIFE)
+    commands = _Commands()
+    while True:
+        try:
+            command, arguments, options = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((False, getattr(commands, command)(*arguments, **options)))
+        except Exception as error:  # noqa: BLE001  the parent raises it again
+            pipe.send((True, repr(error)))

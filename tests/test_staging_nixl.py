@@ -1,0 +1,102 @@
+"""Every layout into every other, through real NIXL between two processes, in fragmented blocks."""
+
+import random
+from itertools import product
+
+import pytest
+
+from neuron_push.protocol import Match
+from tests.staging_rank import Rank
+from tests.test_staged import ELEMENTS
+
+pytestmark = pytest.mark.real_nixl
+
+OPAQUE = ("amx", "fp8")
+PAIRS = [*product(ELEMENTS, ELEMENTS), *((name, name) for name in (*OPAQUE, "mla"))]
+# In every run: into and out of each layout, with what the two fleets use on the other side.
+HUBS = ("neuron", "interleaved")
+OFTEN = [pair for pair in PAIRS if pair[0] in HUBS or pair[1] in HUBS or pair[0] == pair[1]]
+TOKENS = 90
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Rank(), Rank()
+    yield pair
+    for rank in pair:
+        rank.kill()
+
+
+def sizes_of(source, target, rng):
+    """Tokens per page on both sides; opaque pages go only to pages of the same size."""
+    if source in OPAQUE:
+        return (16, 16)
+    return rng.choice([(32, 16), (16, 32), (32, 48), (16, 16), (48, 32)])
+
+
+def scattered(rng, tokens, stop):
+    count = -(-stop // tokens)
+    return rng.sample(range(1, count + 4), count)
+
+
+def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None):
+    """One prompt in chunks from one layout into another, compared element by element."""
+    rng = random.Random(seed)
+    prefill, decode = ranks
+    sizes = sizes_of(source, target, rng)
+    shape = {"heads": 2, "layers": 2, "width": 8, "spare": 4}
+    sides = []
+    for rank, layout, tokens, role, name in (
+        (prefill, source, sizes[0], "producer", f"P{seed}"),
+        (decode, target, sizes[1], "consumer", f"D{seed}"),
+    ):
+        able = slabs if reorders in (role, "both") else 0
+        sides.append(
+            rank.call("open", name, role, slabs=able, layout=layout, tokens=tokens,
+                      blocks=scattered(rng, tokens, TOKENS), **shape)
+        )  # fmt: skip
+    match = Match(f"t{seed}", "b", b"digest", TOKENS)
+    start = rng.choice([0, 0, sizes[1]])
+    try:
+        prefill.call("fill", TOKENS)
+        decode.call("receive", sides[0], match, start)
+        prefill.call("prefill", match, [33, 64, TOKENS])
+        decode.call("hear", "Received")
+        decode.call("compare", start, TOKENS)
+        if expected:
+            assert prefill.call("way") == expected
+        for rank in ranks:
+            rank.call("hear", "Unpinned")
+    finally:
+        left = [rank.call("close") for rank in ranks]
+    assert left == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("reorders", ["producer", "consumer"])
+def test_pairs_of_layouts_meet_the_two_fleets(ranks, reorders):
+    for number, pair in enumerate(OFTEN):
+        push(ranks, *pair, reorders=reorders, seed=number)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("reorders", ["producer", "consumer", "both"])
+def test_every_ordered_pair_of_layouts(ranks, reorders):
+    for number, pair in enumerate(PAIRS):
+        push(ranks, *pair, reorders=reorders, seed=1000 + number)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "reorders", "way"),
+    [
+        ("neuron", "interleaved", "consumer", "unpacked"),
+        ("interleaved", "neuron", "producer", "packed"),
+        ("vec", "interleaved", "consumer", "unpacked"),
+        ("interleaved", "vec", "producer", "packed"),
+        ("neuron", "neuron", "both", "direct"),
+    ],
+)
+def test_one_slab_serves_a_whole_prompt(ranks, source, target, reorders, way):
+    push(ranks, source, target, reorders=reorders, seed=7, slabs=1, expected=way)
