@@ -17,7 +17,7 @@ _STATUS: Final[dict[Level, int]] = {"ok": 0, "note": 0, "warning": 1, "error": 2
 class Finding:
     """One observation. `why` and `remedy` are empty where nothing is to be done."""
 
-    check: str  # a stable name, such as "nixl.libfabric"
+    check: str  # a stable name, such as "nixl.LIBFABRIC"
     level: Level
     seen: str
     why: str = ""
