@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_push.accelerator import CpuAccelerator, DoneFence, Fence, Probe
+from neuron_push.accelerator import CpuAccelerator, DoneFence, Fence, Probe, Slab
 from neuron_push.emulation import VARIABLE
 from neuron_push.emulation.devices import DEVICES
 from neuron_push.emulation.options import wanted
+from neuron_push.errors import ConfigError
 
 if TYPE_CHECKING:
     from neuron_push.emulation.writer import Writer
+    from neuron_push.transform import Mover
 
 _writer: Writer | None = None
 
@@ -40,3 +42,16 @@ class EmulatedAccelerator(CpuAccelerator):
 
     def record_fence(self) -> Fence:
         return _writer.fence() if _writer is not None else DoneFence()
+
+    def mover(self) -> Mover:
+        """On p5en, plain memory operations stand for the device's; trn2 has none."""
+        self._must_reorder()
+        return super().mover()
+
+    def slab(self, nbytes: int) -> Slab:
+        self._must_reorder()
+        return super().slab(nbytes)
+
+    def _must_reorder(self) -> None:
+        if not self.can_reorder:
+            raise ConfigError("this emulated device does not move strided bytes")

@@ -61,3 +61,12 @@ def test_fences_are_the_devices(monkeypatch):
         assert fence.done()
     finally:
         use(None)
+
+
+def test_trn2_has_nothing_that_packs(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "trn2")
+    for ask in (EmulatedAccelerator().mover, lambda: EmulatedAccelerator().slab(64)):
+        with pytest.raises(ConfigError, match="does not move"):
+            ask()
+    monkeypatch.setenv(VARIABLE, "p5en")
+    assert EmulatedAccelerator().mover() is not None and EmulatedAccelerator().slab(64).base
