@@ -82,6 +82,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int
     address: Address
     geometry: Geometry
+    slab_bytes: int = 0  # of each staging slab; 0 if the rank cannot reorder
 
 
 class Who(_Message, frozen=True):

@@ -10,7 +10,7 @@ from neuron_push.doctor.finding import Finding, error, note, ok, warning
 from neuron_push.doctor.machine import Machine
 from neuron_push.doctor.network import Ask, who
 from neuron_push.errors import NeuronPushError
-from neuron_push.plan import assign, pair
+from neuron_push.plan import Means, assign, decide
 from neuron_push.protocol import Address, EngineInfo
 from neuron_push.sidechannel import ask
 
@@ -91,7 +91,8 @@ def direction(prefill: EngineInfo, decode: EngineInfo) -> Finding:
             check,
             f"cannot exchange KV: {problem}",
             "the two arrange their pages in ways that cannot be brought together",
-            "change block size, layout or parallel sizes on one side as the message suggests",
+            "change block size, layout or parallel sizes on one side, or give staging slabs to a "
+            "side that can reorder (docs/layouts.md)",
         )
     if not ways:
         return warning(
@@ -105,16 +106,19 @@ def direction(prefill: EngineInfo, decode: EngineInfo) -> Finding:
 
 def _ways(prefill: EngineInfo, decode: EngineInfo) -> list[str]:
     """One line per distinct way, with how many pairs of ranks use it."""
-    sources = [info.geometry for info in sorted(prefill.ranks, key=lambda info: info.rank)]
+    ranks = sorted(prefill.ranks, key=lambda info: info.rank)
+    sources = [info.geometry for info in ranks]
     counted: dict[str, int] = {}
     for each in (*sources, *(info.geometry for info in decode.ranks)):
         geometry.check(each)
     for info in decode.ranks if sources else ():
         asks = assign(info.geometry, sources, seat=info.rank)
-        for source, wanted in zip(sources, asks, strict=True):
+        for source, wanted in zip(ranks, asks, strict=True):
             if wanted is None:
                 continue
-            found = pair(source, info.geometry, wanted).describe()
+            # Both sides' settings are taken for the defaults but for what they say of themselves.
+            means = Means(max(0, source.slab_bytes), max(0, info.slab_bytes))
+            found = decide(source.geometry, info.geometry, wanted, means).describe()
             line = (
                 f"{found['way']}, {found['copies_per_1000_tokens']} copies of "
                 f"{found['run_bytes']} bytes per 1000 tokens"

@@ -284,7 +284,10 @@ class Driver:
             if not self.announced:
                 self._asking_own = True
                 me = self._identity
-                info = RankInfo(me.rank, me.incarnation, self.server.address, me.geometry)
+                slab_bytes = me.slabs.slab_bytes if me.slabs else 0
+                info = RankInfo(
+                    me.rank, me.incarnation, self.server.address, me.geometry, slab_bytes
+                )
                 announce = Announce(me.engine, info, me.semantics)
                 self._ask(("announce", 0), self._listener, announce, now)
             elif self._searches and self._own is None:

@@ -42,9 +42,10 @@ def rank_geometry(layout, shape, heads, tokens, blocks):
     return Geometry(regions, (group,), 2)
 
 
-def engine(name, kind, geometries, *, port=6000, world=None, **changes):
+def engine(name, kind, geometries, *, port=6000, world=None, slab_bytes=0, **changes):
     ranks = tuple(
-        RankInfo(n, 1, Address("10.0.0.9", port + n), each) for n, each in enumerate(geometries)
+        RankInfo(n, 1, Address("10.0.0.9", port + n), each, slab_bytes)
+        for n, each in enumerate(geometries)
     )
     info = EngineInfo(
         name,  1, kind, world or len(ranks), len(ranks), 1, 0, ("push",), SEMANTICS, ranks,
@@ -144,12 +145,28 @@ class TestCompare:
     def test_ranks_that_have_not_announced_themselves(self):
         assert peer.direction(prefill(), engine("d", "consumer", [], world=1)).level == "warning"
 
-    def test_pages_of_unlike_kinds_get_a_verdict(self):
-        """By which way, or why not: whatever planning knows today, it is said."""
-        mixed = engine("d", "consumer", [p5en_rank(range(8))])
-        finding = peer.direction(prefill(), mixed)
-        assert finding.level in ("ok", "error")
-        assert "pair(s) of ranks" in finding.seen or "cannot exchange KV" in finding.seen
+    @pytest.mark.parametrize(
+        ("one", "two", "slabs", "words"),
+        [
+            ("trn2", "p5en", (0, 16 << 20), "unpacked"),
+            ("p5en", "trn2", (16 << 20, 0), "packed"),
+            ("trn2", "trn2", (0, 0), "direct"),
+            ("trn2", "p5en", (0, 0), "cannot exchange KV"),
+        ],
+    )
+    def test_pages_of_unlike_kinds_need_a_side_that_reorders(self, one, two, slabs, words):
+        kinds = {"trn2": trn2_rank, "p5en": p5en_rank}
+        sides = [
+            engine(name, role, [kinds[kind](range(8))], slab_bytes=slab)
+            for name, role, kind, slab in zip(
+                "pd", ("producer", "consumer"), (one, two), slabs, strict=True
+            )
+        ]
+        finding = peer.direction(*sides)
+        assert words in finding.seen
+        if finding.level == "error":
+            assert "prefill cannot pack: it does not reorder" in finding.seen
+            assert "decode cannot unpack: it does not reorder" in finding.seen
 
     def test_a_geometry_that_contradicts_itself_is_no_crash(self):
         bad = msgspec.structs.replace(trn2_rank(range(8)), element_bytes=3)
