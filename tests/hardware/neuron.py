@@ -7,12 +7,16 @@ NEURON_PUSH_PAIR_URL (a router before a trn2 pair) and NEURON_PUSH_MIXED_URL (be
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import os
 import subprocess
 import sys
 import urllib.request
 
+from neuron_push.backends import Attention
+from neuron_push.layouts import Place
 from tests.hardware import fabric
 from tests.hardware.memory import Buffer
 from tests.hardware.suite import Skip, check
@@ -33,6 +37,33 @@ def t1_allocations_have_addresses():
     return {"bases": [hex(region.base) for region in regions],
             "lengths": [region.length for region in regions],
             "page_offsets": [region.base % 4096 for region in regions]}  # fmt: skip
+
+
+@check("neuron")
+def t1_pages_are_where_the_geometry_says():
+    """A cache made as vLLM Neuron's runner makes it, read at the described addresses."""
+    os.environ.setdefault("NEURON_RT_MAP_HBM", "1")
+    return pages("neuron")
+
+
+def pages(kind):
+    """(2, B, H, N, D) over one raw allocation; ranges leave it by narrow and copy_ only."""
+    torch = importlib.import_module("torch")
+    shape = (2, 4, 2, 32, 64)
+    host = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    buffer = Buffer(kind, host.numel() * 4)
+    buffer.write(host.reshape(-1).view(torch.uint8).numpy())
+    cache = buffer.tensor.view(torch.int32).view(shape)
+    backend = "CUSTOM" if kind == "neuron" else "NEURON_EMULATED"
+    place = Place(0, 0, buffer.region.base)
+    for plane in buffer.accelerator.planes(cache, Attention(backend), place):
+        half = 0 if plane.kind == "k" else 1
+        for page, head, token in [(0, 0, 0), (1, 1, 31), (3, 0, 7), (3, 1, 31)]:
+            start = plane.offset + page * plane.page + head * plane.head + token * plane.token
+            seen = buffer.read(start, plane.width * plane.channel).view("int32").tolist()
+            expected = host[half, page, head, token].tolist()
+            assert seen == expected, (plane.kind, page, head, token)
+    return {"address": hex(buffer.region.base)}
 
 
 @check("neuron")

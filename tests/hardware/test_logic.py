@@ -24,6 +24,9 @@ class TestOnHostMemory:
     def test_geometry(self):
         assert gpu.geometry_of_pages("cpu") == {"orders": 2}
 
+    def test_pages_of_neuron(self):
+        assert int(neuron.pages("cpu")["address"], 16) > 0
+
     def test_packing(self):
         assert gpu.pack_and_unpack("cpu") == {"units": 6}
 
