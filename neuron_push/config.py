@@ -90,9 +90,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     writes_in_flight: Annotated[int, Meta(ge=1, le=64)] = 2
     """Slices in flight per transfer."""
 
-    min_run: Annotated[int, Meta(ge=1)] = 2048
-    """Shortest copy in bytes that pages of unlike layouts are written by; shorter ones go through
-    a staging slab. Both engines of a pair must use the same."""
+    min_run: Annotated[int, Meta(ge=1)] = 16_384
+    """Copies shorter than this many bytes go through a staging slab if a side can reorder; without
+    one, copies down to 2,048 bytes are still made directly. Both engines use the same."""
 
     staging_slab_bytes: Annotated[int, Meta(ge=1 << 12, le=1 << 32)] = 16 << 20
     """Size of one staging slab, used by pairs of unlike layouts only. A slab must hold the tokens

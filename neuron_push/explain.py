@@ -15,7 +15,7 @@ from typing import Any, Final
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError, IncompatiblePair
 from neuron_push.geometry import Geometry
-from neuron_push.plan import MIN_RUN, Ask, Means, Plan, StagedPlan, assign, decide
+from neuron_push.plan import GOOD_RUN, Ask, Means, Plan, StagedPlan, assign, decide
 from neuron_push.shapes import PLATFORMS, Model, Platform, geometries, load_model
 
 __all__ = ["add_arguments", "explain", "main"]
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-sizes", default="", help="tokens per block on both sides, e.g. 32,16"
     )
     parser.add_argument("--dtype", default="", help="of the KV cache, if the config is not right")
-    parser.add_argument("--min-run", type=int, default=MIN_RUN, help=f"bytes ({MIN_RUN})")
+    parser.add_argument("--min-run", type=int, default=GOOD_RUN, help=f"bytes ({GOOD_RUN})")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -98,7 +98,9 @@ class Pairs:
         return sum(plan.describe()["bytes_per_1000_tokens"] for plan in self.plans.values())
 
 
-def explain(model: Model, prefill: Side, decode: Side, *, min_run: int = MIN_RUN) -> dict[str, Any]:
+def explain(
+    model: Model, prefill: Side, decode: Side, *, min_run: int = GOOD_RUN
+) -> dict[str, Any]:
     """The report as plain data; sizes in bytes, rates per 1,000 tokens."""
     report: dict[str, Any] = {
         "model": model.name,

@@ -246,6 +246,16 @@ def test_short_runs_go_through_the_side_that_can_reorder():
     assert way_of(*sides, min_run=16).way == "direct"
 
 
+def test_bearable_runs_go_direct_only_where_nobody_can_reorder():
+    prefill, decode = (
+        fleet.engine(name, tokens=4, blocks=[1], heads=1, width=600)
+        for name in ("neuron", "interleaved")
+    )
+    assert way_of(prefill, decode).way == "direct"
+    assert way_of(prefill, decode, prefill_slab=SLAB).way == "packed"
+    assert way_of(prefill, decode, prefill_slab=100).way == "direct"
+
+
 def test_too_many_copies_go_through_a_slab_if_that_makes_them_fewer():
     small = fleet.engine("neuron", tokens=2, blocks=[1], heads=1)
     large = fleet.engine("neuron", tokens=64, blocks=[1], heads=1)

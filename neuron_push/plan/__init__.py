@@ -13,9 +13,10 @@ from neuron_push.plan.blocks import Blocks, decode_runs, encode_runs
 from neuron_push.plan.copies import Copies, bind
 from neuron_push.plan.pair import MIN_RUN, Description, PairPlan, Way, pair
 from neuron_push.plan.staged import StagedPlan, staged
-from neuron_push.plan.ways import MOST_COPIES, PROMPT, Means, Plan, decide
+from neuron_push.plan.ways import GOOD_RUN, MOST_COPIES, PROMPT, Means, Plan, decide
 
 __all__ = [
+    "GOOD_RUN",
     "MIN_RUN",
     "MOST_COPIES",
     "PROMPT",

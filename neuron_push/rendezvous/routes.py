@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from neuron_push.errors import PlanError
 from neuron_push.geometry import Geometry, GeometryError, check
-from neuron_push.plan import Ask, StagedPlan, assign, staged
+from neuron_push.plan import MIN_RUN, Ask, StagedPlan, assign, staged
 from neuron_push.protocol import (
     MAX_SLABS,
     Address,
@@ -198,7 +198,7 @@ class Routes:
             raise PlanError("this rank does not reorder")
         return staged(
             greeting.peer.geometry, me.geometry, Ask(greeting.hello.ask), "unpacked",
-            me.slabs.slab_bytes, min_run=self._context.config.min_run,
+            me.slabs.slab_bytes, min_run=min(self._context.config.min_run, MIN_RUN),
         )  # fmt: skip
 
     def _open_link(self, engine: str, rank: RankInfo) -> Link | None:
