@@ -214,8 +214,8 @@ class Rank:
         self.trap.arm(point, act, peer, [self.kv[:, :, block] for block in watched])
 
     def let_go(self) -> None:
-        """WRITEs that a trap holds are looked at again."""
-        self.trap.holding = ""
+        """WRITEs that a trap holds are looked at again; one not sprung yet never is."""
+        self.trap.disarm()
 
     def tally(self, name: str, label: str = "") -> float:
         """What the transfer thread has counted so far."""

@@ -73,6 +73,11 @@ class Trap:
         else:
             self._act = self.running.clear if act == "freeze" else self._hold
 
+    def disarm(self) -> None:
+        """Let go of what is held, and do not act any more."""
+        self._act = None
+        self.holding = ""
+
     def lose(self, which: Callable[[bytes], bool]) -> None:
         """Lose notifications for which this is true."""
         self._loses = which

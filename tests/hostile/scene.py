@@ -62,7 +62,9 @@ class Scene:
         """Wait for a condition while the streams flow."""
         deadline = time.monotonic() + within
         while not condition():
-            assert time.monotonic() < deadline, f"not within {within} s: {what}"
+            if time.monotonic() > deadline:
+                said = what() if callable(what) else what
+                raise AssertionError(f"not within {within} s: {said}")
             for stream in self.streams:
                 stream.step()
             time.sleep(0.002)
@@ -70,8 +72,11 @@ class Scene:
 
     def hears(self, end, kind, number, within=30.0):
         """Wait for a report of a rank here or in a child; when it came."""
-        what = f"{kind} {number}; {end.call('state') if isinstance(end, Rank) else end.engine}"
-        return self.until(lambda: end.call("has", kind, number), within, what)
+        return self.until(
+            lambda: end.call("has", kind, number),
+            within,
+            lambda: f"{kind} {number} of {end.call('state')}",
+        )
 
     def flow(self, seconds):
         """Let the streams flow for a while."""
@@ -129,7 +134,9 @@ def transfer(scene, source, sink, name, blocks=FRESH, stamp=77, engine=""):
     offered = source.call("offer", name, blocks, stamp)
     wanted = sink.call("want", name, blocks, source.address, engine)
     ended = lambda: any(sink.call("has", k, wanted) for k in ("Received", "ReceiveFailed"))  # noqa: E731
-    scene.until(ended, what=f"transfer {name}")
+    scene.until(
+        ended, what=lambda: f"transfer {name}: {source.call('state')}; {sink.call('state')}"
+    )
     assert sink.call("has", "Received", wanted), sink.call("reason", wanted)
     assert sink.call("exact", blocks, stamp)
     scene.hears(sink, "Unpinned", wanted)
