@@ -72,7 +72,8 @@ def requests(tracks: Sequence[Track], only: str = "") -> list[Request]:
     events: dict[str, list[TraceEvent]] = defaultdict(list)
     for track in tracks:
         for event in track.events:
-            events[event.transfer].append(event)
+            # Engines number the prompts of one request: "id#0", "id#1".
+            events[event.transfer.partition("#")[0]].append(event)
     found = [_request(name, sorted(each, key=_at)) for name, each in events.items()]
     kept = [r for r in found if r.phases and (only in r.transfer or only in r.request)]
     return sorted(kept, key=lambda each: each.start)

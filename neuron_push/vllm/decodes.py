@@ -62,7 +62,7 @@ class Decodes:
         self._attempts = count(1)
         self._waiting: dict[str, Decode] = {}
         # Newest transfers' pins, which outlive their requests; for routers that ask.
-        self._pins_of: dict[str, int] = {}
+        self._pins_of: dict[str, list[int]] = {}
 
     def begin(self, request: Request, leg: DecodeLeg, match: Match) -> None:
         """A new request is a decode leg."""
@@ -120,13 +120,13 @@ class Decodes:
             )
         )  # fmt: skip
 
-    def pin_of(self, transfer: str) -> int:
-        """The pin of a transfer, if that is among the newest. Any thread may ask."""
-        return self._pins_of.get(transfer, -1)
+    def pins_of(self, transfer: str) -> list[int]:
+        """Pins of a transfer's prompts, if that is among the newest. Any thread may ask."""
+        return list(self._pins_of.get(transfer, ()))
 
     def _remember_pin(self, decode: Decode) -> None:
         if decode.leg is not None and decode.leg.transfer:
-            self._pins_of[decode.leg.transfer] = decode.pin
+            self._pins_of.setdefault(decode.leg.transfer, []).append(decode.pin)
             if len(self._pins_of) > MOST_PINS:
                 del self._pins_of[next(iter(self._pins_of))]
 

@@ -209,7 +209,8 @@ class SchedulerHalf:
 
     def _holds(self, transfer: str) -> int:
         """Blocks held for a transfer that is received here; called on the listener's thread."""
-        return self._pins.held(self._decodes.pin_of(transfer)) if self._pins is not None else 0
+        pins = self._pins
+        return sum(map(pins.held, self._decodes.pins_of(transfer))) if pins is not None else 0
 
     def _why(self, request: str) -> str:
         """Why a request failed, by any part of its id; called on the listener's thread."""

@@ -27,17 +27,18 @@ def push(name, begin, *, registered=0.004):
     prefill = [
         event(at(3), "prefill arrived", name, f"req-{name}"),
         event(at(5), "prefill scheduled", name),
-        event(at(30), "settled", name, value=512),
-        event(at(registered * 1000), "registered", name, "D:0"),
-        event(at(35), "settled last", name, value=1000),
-        event(max(at(36), at(registered * 1000 + 1)), "posted", name, "D:0", 0.002, 488),
-        event(max(at(48), at(registered * 1000 + 5)), "landed", name),
+        # Ranks know which prompt of the request they serve.
+        event(at(30), "settled", name + "#0", value=512),
+        event(at(registered * 1000), "registered", name + "#0", "D:0"),
+        event(at(35), "settled last", name + "#0", value=1000),
+        event(max(at(36), at(registered * 1000 + 1)), "posted", name + "#0", "D:0", 0.002, 488),
+        event(max(at(48), at(registered * 1000 + 5)), "landed", name + "#0"),
     ]
     decode = [
         event(at(4), "decode arrived", name, f"req-{name}"),
-        event(at(5), "wanted", name, value=999),
-        event(at(50), "notified", name, "P:0", value=1 << 20),
-        event(at(51), "received", name),
+        event(at(5), "wanted", name + "#0", value=999),
+        event(at(50), "notified", name + "#0", "P:0", value=1 << 20),
+        event(at(51), "received", name + "#0"),
         event(at(53), "decode scheduled", name),
     ]
     return router, prefill, decode
