@@ -26,6 +26,8 @@ Ask = Callable[[Address, SideChannelMessage, float], Awaitable[SideChannelMessag
 
 # First wait before an engine that did not answer is asked again; it doubles up to the period.
 RETRY: Final = 0.2
+# Engines asked per second at most, however large the fleet: each question costs a connection.
+MOST_ASKED: Final = 100.0
 
 
 class Watch:
@@ -103,7 +105,8 @@ class Watch:
         wake = self._wake[id(engine)]
         while True:
             await self.refresh(engine)
-            pause = self._period if not engine.trouble else min(retry, self._period)
+            period = max(self._period, len(self._fleet.engines) / MOST_ASKED)
+            pause = period if not engine.trouble else min(retry, period)
             retry = RETRY if not engine.trouble else retry * 2
             # Spread, so that a thousand engines are not asked in one breath.
             pause *= random.uniform(0.9, 1.1)

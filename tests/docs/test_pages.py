@@ -94,3 +94,19 @@ def test_settings_that_pages_name_exist():
     for page in PAGES:
         for name in re.findall(r'"kv_connector_extra_config": \{"(\w+)"', page.read_text()):
             assert name in Config.__struct_fields__
+
+
+def test_the_fleet_of_the_quick_start_is_one(tmp_path):
+    pytest.importorskip("vllm")
+    from neuron_push.emulation.fleet import load
+
+    text = (ROOT / "docs/quick-start.md").read_text()
+    lines = re.search(r"<<'END'\n(.*?)\n    END", text, re.DOTALL)[1].splitlines()
+    (tmp_path / "fleet.yaml").write_text("\n".join(line[4:] for line in lines))
+    fleet = load(tmp_path / "fleet.yaml")
+    assert {engine.device for engine in fleet.engines} == {"trn2", "p5en"}
+    for engine in fleet.engines:
+        Config.parse(engine.settings, {})
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    parser.parse_args(fleet.router.arguments)

@@ -157,3 +157,21 @@ async def test_a_fleet_without_a_compatible_pair_answers_503_with_the_reason():
         status, raw = await post(f)
         assert status == 503
         assert "dtype: prefill float32, decode bfloat16" in error_in(raw)["message"]
+
+
+async def test_a_large_fleet_is_asked_more_slowly(monkeypatch):
+    from neuron_push.router import watch
+
+    monkeypatch.setattr(watch, "MOST_ASKED", 2 / 3600.0)
+    async with routed(refresh=0.01) as f:
+        asked = []
+
+        async def counting(address, message, patience):
+            asked.append(address)
+            return f.by_side[address].info
+
+        f.router.watch._ask = counting
+        for _ in range(5):
+            async with f.post() as answer:
+                assert answer.status == 200
+        assert len(asked) <= 2

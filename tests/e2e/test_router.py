@@ -1,0 +1,91 @@
+"""The router in front of two real engines: as clients, probes and operators see it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from neuron_push.processes import Server, free_ports
+from tests.e2e.fleet import MODEL, Fleet
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+async def router(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Server]:
+    (port,) = free_ports(1)
+    words = [sys.executable, "-m", "neuron_push.cli", "router", "--port", str(port)]
+    for engine in (fleet.prefill, fleet.decode):
+        words += [f"--{engine.name}", f"{engine.url}#side={engine.side_port}"]
+    server = Server("router", words, port, tmp_path / "router.log")
+    with server:
+        await asyncio.to_thread(server.wait_ready, 60)
+        yield server
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+        yield session
+
+
+def prompt(tokens: int = 200) -> list[int]:
+    return [random.randrange(32, 127) for _ in range(tokens)]
+
+
+async def metric(client: aiohttp.ClientSession, router: Server, line: str) -> float:
+    async with client.get(f"{router.url}/metrics") as answer:
+        for each in (await answer.text()).splitlines():
+            if each.startswith(line + " "):
+                return float(each.rpartition(" ")[2])
+    return 0.0
+
+
+async def test_a_real_token_makes_the_router_ready(router, client):
+    async with client.get(f"{router.url}/ready") as answer:
+        assert answer.status == 200, await answer.text()
+
+
+async def test_answers_are_those_of_one_engine_and_say_that_they_were_pushed(fleet, router, client):
+    tokens = prompt()
+    body = {"model": MODEL, "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    async with client.post(f"{router.url}/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        assert answer.headers["x-neuron-push-mode"] == "disagg"
+        pushed = (await answer.json())["choices"][0]["text"]
+    async with client.post(f"{fleet.prefill.url}/v1/completions", json=body) as answer:
+        assert (await answer.json())["choices"][0]["text"] == pushed
+
+
+async def test_free_blocks_and_pairs_are_shown(router, client):
+    async with client.get(f"{router.url}/pairs") as answer:
+        report = await answer.json()
+    assert report["usable_pairs"] == 1
+    assert 0 < report["decode"][0]["free_blocks"] <= report["decode"][0]["total_blocks"]
+
+
+async def test_a_client_that_leaves_is_drained_and_the_engine_says_so(router, client):
+    body = {"model": MODEL, "prompt": prompt(1500), "max_tokens": 64, "ignore_eos": True}
+    task = asyncio.ensure_future(client.post(f"{router.url}/v1/completions", json=body))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    async with asyncio.timeout(60):
+        name = "neuron_push_router_drain_seconds_count"
+        while await metric(client, router, name) < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert await metric(client, router, "neuron_push_router_undrained_total") == 0
+
+
+async def test_a_bad_request_is_the_clients_alone(router, client):
+    for _ in range(4):
+        body = {"model": "nobody", "prompt": "a"}
+        async with client.post(f"{router.url}/v1/completions", json=body) as answer:
+            assert answer.status == 404
+    assert await metric(client, router, "neuron_push_router_quarantines_total") == 0
