@@ -138,3 +138,26 @@ class TestLogs:
 
     def test_silence_names_the_variable(self):
         assert "NIXL_LOG_LEVEL=DEBUG" in str(logs.rails([]))
+
+
+@pytest.mark.real_nixl
+class TestRealNixl:
+    """What the fake above claims about creating backends one by one."""
+
+    @pytest.fixture(autouse=True)
+    def nixl(self):
+        pytest.importorskip("nixl_cu12")
+
+    def test_a_backend_may_be_created_with_parameters(self):
+        memory = np.zeros(4096, np.uint8)
+        region = Region(memory.ctypes.data, memory.nbytes, "DRAM", 0)
+        opened = NixlFactory(("UCX",), parameters={"UCX": {"num_threads": "0"}})
+        transport = opened(AgentName("parameters"), [region])
+        assert "DRAM" in transport.offered()
+        assert transport.metadata()
+        transport.close()
+
+    def test_a_backend_that_does_not_exist_is_named_either_way(self):
+        for parameters in ({}, {"NONE_SUCH": {"a": "b"}}):
+            with pytest.raises(ConfigError, match="NONE_SUCH"):
+                NixlFactory(("NONE_SUCH",), parameters=parameters)(AgentName("none"), [])

@@ -89,22 +89,11 @@ def create_agent(
     Raises ConfigError if one of them is not there: NIXL itself only warns.
     """
     api = binding()
-    settings: dict[str, Any] = {
-        # NIXL's progress thread spins one core per agent; whoever owns the transport polls.
-        "enable_prog_thread": False,
-        # Those with parameters are created by themselves, in order, since this list has none.
-        "backends": [] if parameters else list(backends),
-        "num_threads": num_threads,
-    }
-    sync = getattr(api, "nixl_thread_sync_t", None)
-    if sync is not None:
-        # An uncontended lock costs nothing, and covers finalisers that run elsewhere after all.
-        settings["sync_mode"] = sync.NIXL_THREAD_SYNC_STRICT
-    known = inspect.signature(api.nixl_agent_config).parameters
-    kept = {key: value for key, value in settings.items() if key in known}
+    # Those with parameters are created by themselves, in order, since the list has none.
+    config = _config(api, () if parameters else backends, num_threads)
     try:
         with Edge(f"cannot create a NIXL agent with {'/'.join(backends)}"):
-            agent = api.nixl_agent(name, api.nixl_agent_config(**kept))
+            agent = api.nixl_agent(name, config)
             for backend in backends if parameters else ():
                 agent.create_backend(backend, dict(parameters.get(backend, {})))
     except TransportError as error:
@@ -118,3 +107,18 @@ def create_agent(
             f"NIXL has no backend {', '.join(missing) or 'to use'}; plugins found: {found}"
         )
     return agent
+
+
+def _config(api: Any, backends: tuple[str, ...], num_threads: int) -> Any:
+    settings: dict[str, Any] = {
+        # NIXL's progress thread spins one core per agent; whoever owns the transport polls.
+        "enable_prog_thread": False,
+        "backends": list(backends),
+        "num_threads": num_threads,
+    }
+    sync = getattr(api, "nixl_thread_sync_t", None)
+    if sync is not None:
+        # An uncontended lock costs nothing, and covers finalisers that run elsewhere after all.
+        settings["sync_mode"] = sync.NIXL_THREAD_SYNC_STRICT
+    known = inspect.signature(api.nixl_agent_config).parameters
+    return api.nixl_agent_config(**{k: v for k, v in settings.items() if k in known})

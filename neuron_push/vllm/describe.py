@@ -41,30 +41,24 @@ def describe(
 
     Raises ConfigError or GeometryError for a cache that cannot be described.
     """
-    regions: dict[int, int] = {}  # base address -> index
-    listed: list[Region] = []
+    regions = _Regions(accelerator)
     groups = []
     element = 0
     for spec in kv_config.kv_cache_groups:
+        kind = group_kind(spec.kv_cache_spec)
         planes: list[Plane] = []
         page_tokens = 0
         for name in spec.layer_names:
             tensor = caches[name]
-            base, length = accelerator.region(tensor)
-            if base not in regions:
-                regions[base] = len(listed)
-                memory = accelerator.memory_type(tensor)
-                listed.append(Region(base, length, memory, accelerator.device_id(tensor)))
-            place = layouts.Place(layer_index(name), regions[base], base)
-            attention = _attention(vllm_config, name, group_kind(spec.kv_cache_spec))
+            base = regions.base_of(tensor)
+            place = layouts.Place(layer_index(name), regions.number[base], base)
+            attention = _attention(vllm_config, name, kind)
             planes += accelerator.planes(tensor, attention, place)
             page_tokens, element = _page_tokens(tensor, spec.kv_cache_spec), tensor.element_size()
-        block_tokens = spec.kv_cache_spec.block_size
-        kind = group_kind(spec.kv_cache_spec)
         groups.append(
             Group(
                 kind=_supported(kind),
-                block_tokens=block_tokens,
+                block_tokens=spec.kv_cache_spec.block_size,
                 page_tokens=page_tokens,
                 num_blocks=kv_config.num_blocks,
                 heads=(0,) if kind == "mla" else heads,
@@ -72,9 +66,28 @@ def describe(
                 window=getattr(spec.kv_cache_spec, "sliding_window", 0) or 0,
             )
         )
-    geometry = Geometry(tuple(listed), tuple(groups), element)
+    geometry = Geometry(tuple(regions.listed), tuple(groups), element)
     check(geometry)
     return geometry
+
+
+class _Regions:
+    """The allocations under the tensors, each once, whichever layers share it."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self.number: dict[int, int] = {}  # by base address
+        self.listed: list[Region] = []
+
+    def base_of(self, tensor: torch.Tensor) -> int:
+        """Base of the tensor's allocation, which is listed from now on."""
+        base, length = self._accelerator.region(tensor)
+        if base not in self.number:
+            self.number[base] = len(self.listed)
+            memory = self._accelerator.memory_type(tensor)
+            device = self._accelerator.device_id(tensor)
+            self.listed.append(Region(base, length, memory, device))
+        return base
 
 
 def layer_index(name: str) -> int:

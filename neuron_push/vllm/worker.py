@@ -25,6 +25,7 @@ from neuron_push.nixl import factory
 from neuron_push.protocol import Address, Slabs
 from neuron_push.rendezvous import Identity
 from neuron_push.transfer import TransferThread
+from neuron_push.transport import TransportFactory
 from neuron_push.vllm import describe, identity
 from neuron_push.vllm.metadata import NOTHING, Rejection, StepMeta, WorkerMeta
 from neuron_push.vllm.stats import PushStats
@@ -88,26 +89,29 @@ class WorkerHalf:
             self._slabs(geometry),
         )  # fmt: skip
         settings = self._config
-        accelerator = self._accelerator
-        backends = accelerator.nixl_backends(settings.backends)
-        transport = factory(
-            backends, settings.num_threads, settings.fault,
-            parameters={b: p for b in backends if (p := accelerator.nixl_parameters(b))},
-            enter=accelerator.enter_thread,
-        )  # fmt: skip
+        backends = self._accelerator.nixl_backends(settings.backends)
         listener = Address(
             settings.side_channel_host, settings.side_channel_port + parallel.data_parallel_index
         )
         if settings.switch_interval:
             sys.setswitchinterval(settings.switch_interval)
         self._thread = TransferThread(
-            settings, me, transport, listener, make_mover=accelerator.mover
+            settings, me, self._transport(backends), listener, make_mover=self._accelerator.mover
         )
         address = self._thread.start()
         logger.info(
             "neuron-push: rank %d of %s: %d MiB in %d regions over %s, answers at port %d",
             self._rank, self._engine, sum(r.length for r in geometry.regions) >> 20,
             len(geometry.regions), "/".join(backends), address.port,
+        )  # fmt: skip
+
+    def _transport(self, backends: tuple[str, ...]) -> TransportFactory:
+        accelerator = self._accelerator
+        parameters = {name: accelerator.nixl_parameters(name) for name in backends}
+        return factory(
+            backends, self._config.num_threads, self._config.fault,
+            parameters={name: found for name, found in parameters.items() if found},
+            enter=accelerator.enter_thread,
         )  # fmt: skip
 
     def _slabs(self, geometry: Geometry) -> Slabs | None:
