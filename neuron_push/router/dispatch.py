@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from aiohttp import web
 
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 LINGER: Final = 10.0
 # How often the first in the queue looks for room: engines answer in their own time.
 LOOK: Final = 0.02
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Dispatcher:
         self._flights = flights
         self._drains = drains
         self._rules = rules
-        self.modes = Modes(fleet, legs, flights, self.note)
+        self.modes = Modes(legs, flights, self.note)
         # First come, first served, where several wait for free KV blocks.
         self._queue = asyncio.Lock()
         # Prefill legs that outlived their request; also keeps them from being collected.
@@ -107,11 +109,11 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ choice
 
-    async def _choose(self, flight: Flight) -> Route:
-        """A route, once a decode engine has room; raises NoPair or NoRoom."""
+    async def _with_room(self, flight: Flight, pick: Callable[[], T]) -> T:
+        """What `pick` chooses, once a decode engine has room; raises NoPair or NoRoom."""
         if not self._queue.locked():
             with suppress(NoRoom):
-                return self._route(flight)
+                return pick()
         limit = flight.budget(self._rules.room)
         reason = NoRoom(f"no decode engine had KV blocks free within {limit:.3g} s")
         self._metrics.waiting.inc()
@@ -119,7 +121,7 @@ class Dispatcher:
             async with asyncio.timeout(limit), self._queue:
                 while True:
                     try:
-                        return self._route(flight)
+                        return pick()
                     except NoRoom as error:
                         reason = error
                     await asyncio.sleep(LOOK)
@@ -149,7 +151,7 @@ class Dispatcher:
 
     async def _attempt(self, request: web.Request, flight: Flight) -> web.StreamResponse:
         """One attempt from the choice of engines to the last byte."""
-        flight.route = route = await self._choose(flight)
+        flight.route = route = await self._with_room(flight, lambda: self._route(flight))
         flight.attempts += 1
         self._flights.chosen(flight)
         drained = False
@@ -205,7 +207,17 @@ class Dispatcher:
         if route.kind == "local":
             return await self.modes.local(flight, sent)
         sent()
-        return await self.modes.pull(flight, lambda decode: self._take(decode, flight))
+        return await self.modes.pull(flight, lambda: self._late(flight))
+
+    async def _late(self, flight: Flight) -> Engine:
+        """The decode engine of a pull, by what is free once prefill is done."""
+        route, job = flight.route, flight.job
+        assert route is not None and route.prefill is not None
+        prefill = route.prefill
+        pair = await self._with_room(flight, lambda: self._fleet.choose_decode(job, prefill))
+        route.decode = pair.decode
+        self._take(pair.decode, flight)
+        return pair.decode
 
     @staticmethod
     def _loop_time(deadline: float | None) -> float | None:

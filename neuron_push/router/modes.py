@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from neuron_push.router import bodies
 from neuron_push.router.engines import Engine
-from neuron_push.router.fleet import Fleet
 from neuron_push.router.flights import Flight, Flights
 from neuron_push.router.legs import Answer, LegFailed, Legs
 
@@ -27,9 +26,8 @@ class Modes:
     """Opens attempts. Whatever it raises, no leg of the attempt runs on, but for `prefill`."""
 
     def __init__(
-        self, fleet: Fleet, legs: Legs, flights: Flights, failed: Callable[[BaseException], None]
+        self, legs: Legs, flights: Flights, failed: Callable[[BaseException], None]
     ) -> None:
-        self._fleet = fleet
         self._legs = legs
         self._flights = flights
         # Told of every prefill leg that fails, whenever that is.
@@ -55,7 +53,7 @@ class Modes:
             prefill.cancel()
             raise
 
-    async def pull(self, flight: Flight, take: Callable[[Engine], None]) -> Opened:
+    async def pull(self, flight: Flight, late: Callable[[], Awaitable[Engine]]) -> Opened:
         """Prefill first; then the decode engine, chosen by what is free by then, READs."""
         route = flight.route
         assert route is not None and route.prefill is not None
@@ -69,10 +67,9 @@ class Modes:
         if params is None:
             raise LegFailed("prefill", route.prefill, "its answer does not say where the KV is")
         flight.phase = "transfer"
-        route.decode = self._fleet.choose_decode(flight.job, route.prefill).decode
-        take(route.decode)
+        decode = await late()
         body = bodies.pull_body(flight.body, params, flight.budget(self._legs.limits.kv))
-        return Opened(await self._first_bytes(flight, route.decode, body, None))
+        return Opened(await self._first_bytes(flight, decode, body, None))
 
     async def local(self, flight: Flight, sent: Callable[[], None]) -> Opened:
         """The decode engine computes the prompt itself."""

@@ -12,6 +12,7 @@ from aiohttp import web
 from neuron_push.protocol import Held
 from neuron_push.router import drains
 from neuron_push.router.dispatch import Rules
+from neuron_push.router.jobs import Job
 from neuron_push.router.legs import Limits
 from tests.router import fleet
 from tests.router.fleet import STREAM, error_in, fails, never, routed, until
@@ -200,6 +201,23 @@ async def test_pull_chooses_the_decode_engine_after_prefill():
         assert metric(f, "modes_total", mode="pull") == 1
         await f.idle()
         assert second.in_flight == 0
+
+
+async def test_a_pull_waits_for_room_after_prefill():
+    async with routed(ready=False, rules=Rules(mode="pull"), **CALM) as f:
+        f.p.info = f.who("prefill-0", modes=("pull",))
+        sizes = {"free_blocks": 10, "total_blocks": 10, "block_tokens": 16}
+        f.d.info = f.who("decode-100", role="kv_consumer", modes=("pull",), **sizes)
+        await f.all_ready()
+        decode = f.router.fleet.decode[0]
+        decode.promise("other", Job(prompt_tokens=160, output_tokens=0))
+        f.p.script = prompt_is_held
+        task = asyncio.ensure_future(f.post(BODY))
+        await until(lambda: metric(f, "waiting_for_room"))
+        assert f.d.calls.empty()
+        decode.forgive("other")
+        async with await task as answer:
+            assert answer.status == 200
 
 
 async def test_pull_is_refused_where_engines_do_not_serve_it():
