@@ -107,8 +107,8 @@ def test_a_packed_slab_is_written_as_whole_pages():
 
 def test_an_unpacked_slab_receives_whole_pages():
     plan, counts, sizes = one(*neuron_and_interleaved(), "unpacked", 96)
-    # K and V of two layers of three scattered blocks.
-    assert counts == [4 * 3] and plan.wire.describe()["run_bytes"] == 32 * 2 * 4 * 4
+    # K and V of two layers; the neighbours 2 and 3 go in one.
+    assert counts == [4 * 2] and plan.wire.describe()["run_bytes"] == 32 * 2 * 4 * 4
     assert sizes == [[(16, 96 * 2 * 2 * 2)]]
 
 
@@ -139,9 +139,9 @@ def test_a_page_of_a_whole_sequence_is_cut_for_the_slab():
 def test_all_blocks_contiguous_or_not_the_image_is_dense(way):
     prefill, decode = neuron_and_interleaved(heads=1)
     lists = prefill.lists, decode.lists
-    plan = by(way)(
-        prefill.geometries[0], decode.geometries[0], fleet.everything(decode.geometries[0])
-    )
+    sides = prefill.geometries[0], decode.geometries[0]
+    # The slab holds exactly the prompt.
+    plan = by(way, 96 * 2 * 2 * 4 * 4)(*sides, fleet.everything(sides[1]))
     (rows,) = plan.rows(0, 96, *lists, 4096)
     assert (rows.destination if way == "packed" else rows.source) == 4096
     assert rows.nbytes == plan.copies(0, 96, *lists).nbytes

@@ -2,7 +2,10 @@
 
 An image page holds what a layout's page holds of the wanted layers and heads, in the same order:
 what is contiguous in the page stays contiguous in the image, so that the WRITE between the two is
-a direct one with runs as long as the layout allows. Image pages may be shorter than the layout's,
+a direct one with runs as long as the layout allows. What lies apart in the layout (K and V, the
+tensors of two layers) is a *part* of the image: a slab holds all pages of a part in a row, so that
+pages that are neighbours in the layout can be neighbours in the slab, and packing reads memory in
+order. Image pages may be shorter than the layout's,
 which keeps a page of a whole sequence (NxD Inference without paging) from filling the slab.
 """
 
@@ -27,12 +30,32 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Planes of one page of an image; their offsets count from the page's first byte."""
+    """Planes of one page of an image.
+
+    `offset` of a plane counts from the first byte of its part of the page, `page` is the size of
+    that part, and `starts` tells where each plane's part begins if parts follow each other.
+    """
 
     planes: tuple[Plane, ...]
+    starts: tuple[int, ...]
     heads: tuple[int, ...]
     page_tokens: int
-    page_bytes: int
+    page_bytes: int  # all parts together
+
+    def in_slab(self, pages: int) -> tuple[Plane, ...]:
+        """The planes over a slab of so many pages: offsets from its first byte."""
+        return tuple(
+            replace(plane, offset=start * pages + plane.offset)
+            for plane, start in zip(self.planes, self.starts, strict=True)
+        )
+
+
+class Spot(NamedTuple):
+    """Where one head of one plane lies in a page of the image."""
+
+    offset: int
+    token: int
+    channel: int
 
 
 class Item(NamedTuple):
@@ -57,16 +80,30 @@ def image_of(group: Group, heads: tuple[int, ...], layers: frozenset[int], eleme
     items = sorted(
         item for plane in planes for item in _items(plane, group, stored, tokens, element)
     )
-    placed: dict[tuple[Key, int], tuple[int, int, int]] = {}  # offset, token, channel
-    size = 0
+    placed: dict[tuple[Key, int], Spot] = {}
+    ends = [0]
     for cluster in _clusters(items):
-        size += _place(cluster, size, tokens, element, placed)
+        ends.append(ends[-1] + _place(cluster, ends[-1], tokens, element, placed))
     if not _even(planes, stored, placed):
-        placed, size = {}, 0
+        placed, ends = {}, [0]
         for item in sorted(items, key=lambda item: (item.key, stored.index(item.head))):
-            size += _alone(item, size, tokens, element, placed)
-    images = tuple(_plane(plane, stored, placed, size) for plane in planes)
-    return Image(images, stored, tokens, size)
+            ends.append(ends[-1] + _alone(item, ends[-1], tokens, element, placed))
+    parts = _parts(planes, placed, ends)
+    images = [_plane(plane, stored, placed, parts) for plane in planes]
+    starts = tuple(start for start, _ in images)
+    return Image(tuple(plane for _, plane in images), starts, stored, tokens, ends[-1])
+
+
+def _parts(
+    planes: list[Plane], placed: dict[tuple[Key, int], Spot], ends: list[int]
+) -> list[tuple[int, int]]:
+    """Stretches of the page that hold whole planes, as short as they can be."""
+    inner = set(ends)  # where a part may end: nowhere within what one plane covers
+    for plane in planes:
+        offsets = [spot.offset for (key, _), spot in placed.items() if _key(plane) == key]
+        inner -= {end for end in inner if min(offsets) < end <= max(offsets)}
+    edges = sorted(inner)
+    return list(pairwise(edges))
 
 
 def _page_tokens(group: Group, element: int) -> int:
@@ -122,14 +159,15 @@ def _place(
     at: int,
     tokens: int,
     element: int,
-    placed: dict[tuple[Key, int], tuple[int, int, int]],
+    placed: dict[tuple[Key, int], Spot],
 ) -> int:
     """Give a cluster its place from byte `at` of the page; returns its size."""
     first, end = cluster[0], max(item.stop for item in cluster)
     size = sum(item.size for item in cluster)
     if size == end - first.start:
         for item in cluster:
-            placed[item.key, item.head] = at + item.start - first.start, item.token, item.channel
+            spot = Spot(at + item.start - first.start, item.token, item.channel)
+            placed[item.key, item.head] = spot
     elif all(
         item.token == first.token
         and item.channel in (0, element)
@@ -139,7 +177,7 @@ def _place(
         # Rows of one token with gaps between them: keep the rows, drop the gaps.
         row, step = at, size // tokens
         for item in cluster:
-            placed[item.key, item.head] = row, step, item.channel
+            placed[item.key, item.head] = Spot(row, step, item.channel)
             row += item.size // tokens
     else:
         for item in cluster:
@@ -152,7 +190,7 @@ def _alone(
     at: int,
     tokens: int,
     element: int,
-    placed: dict[tuple[Key, int], tuple[int, int, int]],
+    placed: dict[tuple[Key, int], Spot],
 ) -> int:
     """An item without its gaps, its axes in the same order; returns its size."""
     if not item.token and not item.channel:
@@ -161,20 +199,19 @@ def _alone(
         steps = element, tokens * element
     else:
         steps = item.size // tokens, element
-    placed[item.key, item.head] = at, *steps
+    placed[item.key, item.head] = Spot(at, *steps)
     return item.size
 
 
 def _even(
     planes: list[Plane],
     heads: tuple[int, ...],
-    placed: dict[tuple[Key, int], tuple[int, int, int]],
+    placed: dict[tuple[Key, int], Spot],
 ) -> bool:
     """Whether the heads of every plane lie evenly spaced and alike, as one plane needs."""
     for plane in planes:
-        found = [placed.get(((plane.layer, plane.kind), head)) for head in heads]
-        spots = [spot for spot in found if spot is not None]
-        steps = {after[0] - before[0] for before, after in pairwise(spots)}
+        spots = [placed[key] for head in heads if (key := (_key(plane), head)) in placed]
+        steps = {after.offset - before.offset for before, after in pairwise(spots)}
         if len(steps) > 1 or len({spot[1:] for spot in spots}) > 1 or min(steps, default=0) < 0:
             return False
     return True
@@ -183,11 +220,25 @@ def _even(
 def _plane(
     plane: Plane,
     heads: tuple[int, ...],
-    placed: dict[tuple[Key, int], tuple[int, int, int]],
-    page: int,
-) -> Plane:
-    spots = [placed.get(((plane.layer, plane.kind), head)) for head in heads]
-    offset, token, channel = spots[0] or (0, 0, 0)
-    second = spots[1] if len(spots) > 1 else None
-    head = second[0] - offset if second else (plane.page_bytes if plane.head else 0)
-    return replace(plane, offset=offset, page=page, head=head, token=token, channel=channel)
+    placed: dict[tuple[Key, int], Spot],
+    parts: list[tuple[int, int]],
+) -> tuple[int, Plane]:
+    """Where a plane's part begins, and the plane within it."""
+    spots = [placed[key] for head in heads if (key := (_key(plane), head)) in placed]
+    first = spots[0]
+    head = plane.page_bytes if plane.head else 0
+    if len(spots) > 1:
+        head = spots[1].offset - first.offset
+    start, end = next(part for part in parts if part[0] <= first.offset < part[1])
+    return start, replace(
+        plane,
+        offset=first.offset - start,
+        page=end - start,
+        head=head,
+        token=first.token,
+        channel=first.channel,
+    )
+
+
+def _key(plane: Plane) -> Key:
+    return plane.layer, plane.kind

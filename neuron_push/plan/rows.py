@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Lane(NamedTuple):
-    """One head of one plane on both sides; `layout` is an address, `image` counts from the page."""
+    """One head of one plane on both sides; `layout` is an address, `image` counts from the slab."""
 
     image: int
     layout: int
@@ -38,34 +38,37 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Rows of `unit` bytes of one image page, in the order of the image.
+    """Rows of `unit` bytes of one image page, (parts, rows of a part), in the order of the image.
 
-    `column` picks the class of page and token steps, and the chunk within the page.
+    `column` picks the class of page and token steps, and the chunk within the page; `chunk` is
+    the chunk alone. Both are the same for all parts, or there is one part.
     """
 
     unit: int
     align: int
-    image: Ints
-    layout: Ints
+    step: int  # from page to page of a part
+    image: Ints  # from the slab's first byte, page 0
+    layout: Ints  # address, page 0
     column: Ints
     chunk: Ints
-    dense: bool  # the rows are all of the image page
+    dense: bool  # the rows of all pages are all of the slab
 
 
 @dataclass(eq=False)
 class Rearrangement:
-    """One group's way between the layout of `geometry` and its image."""
+    """One group's way between the layout of `geometry` and its image over a slab of `pages`."""
 
     geometry: Geometry
     group: Group
     image: Image
+    pages: int
     _tables: dict[int, list[RowTable]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         planes = {(plane.layer, plane.kind): plane for plane in self.group.planes}
         self._lanes = [
             lane
-            for plane in self.image.planes
+            for plane in self.image.in_slab(self.pages)
             for lane in self._of_plane(plane, planes[plane.layer, plane.kind])
         ]
         steps = {(lane.layout_plane.page, lane.layout_plane.token) for lane in self._lanes}
@@ -92,20 +95,19 @@ class Rearrangement:
         for low, high, begin, end in _segments(start, stop, tokens):
             step = math.gcd(tokens, self.group.page_tokens, begin, end)
             images = np.arange(low, high, dtype=np.int64)
-            at = slab + (images - origin // tokens) * self.image.page_bytes
             shifts = self._shifts(images, pages, first, step)
+            full = end - begin == tokens and high - low == self.pages
             for table in self._table(step):
                 chosen: slice | Ints = slice(None)
-                whole = end - begin == tokens
-                if not whole:
+                if end - begin < tokens:
                     inside = (table.chunk >= begin // step) & (table.chunk < end // step)
                     chosen = np.flatnonzero(inside)
-                layout = shifts[:, table.column[chosen]]
-                layout += table.layout[chosen]
-                dense = whole and table.dense
-                image: Ints | int = int(at[0])
-                if not dense:
-                    image = (at[:, None] + table.image[chosen]).ravel()
+                # Part by part, page by page: both sides are read in order.
+                layout = table.layout[:, None, chosen] + shifts[:, table.column[chosen]]
+                image: Ints | int = slab
+                if not (full and table.dense):
+                    at = slab + (images - origin // tokens) * table.step
+                    image = (table.image[:, None, chosen] + at[:, None]).ravel()
                 sides = (layout.ravel(), image) if pack else (image, layout.ravel())
                 found.append(Rows(table.unit, table.align, layout.size, *sides))
         return found
@@ -128,25 +130,21 @@ class Rearrangement:
         """One table per length of row and place of the layout's allocation in units of it."""
         chunks = self.image.page_tokens // step
         steps = [number for page, token in self._classes for number in (page, step * token)]
-        found: dict[tuple[int, int, int], list[tuple[Ints, Ints, Ints, Ints]]] = {}
+        found: dict[tuple[int, int, int, int], list[tuple[Ints, Ints, Ints, Ints]]] = {}
         for lane in self._lanes:
             unit, image, layout, chunk = self._of_lane(lane, step)
             plane = lane.layout_plane
             column = self._classes[plane.page, plane.token] * chunks + chunk
             # Allocations begin where they like: rows that differ by whole units are faster.
             align = math.gcd(unit, *steps, *np.diff(layout).tolist())
-            key = unit, align, int(layout[0]) % align
+            key = unit, align, int(layout[0]) % align, lane.image_plane.page
             found.setdefault(key, []).append((image, layout, column, chunk))
-        for (unit, align, _), members in found.items():
-            image, layout, column, chunk = (
-                np.concatenate(arrays) for arrays in zip(*members, strict=True)
-            )
-            order = np.argsort(image)
-            dense = unit * len(image) == self.image.page_bytes
-            image, layout, column, chunk = (
-                array[order] for array in (image, layout, column, chunk)
-            )
-            yield RowTable(unit, align, image, layout, column, chunk, dense)
+        for (unit, align, _, part), members in found.items():
+            arrays = [np.concatenate(each) for each in zip(*members, strict=True)]
+            order = np.argsort(arrays[0])
+            image, layout, column, chunk = _by_part([a[order] for a in arrays], part * self.pages)
+            dense = unit * image.size == self.image.page_bytes
+            yield RowTable(unit, align, part, image, layout, column, chunk, dense)
 
     def _of_lane(self, lane: Lane, step: int) -> tuple[int, Ints, Ints, Ints]:
         """Row length of a lane, and its rows in one image page: image, layout, chunk."""
@@ -160,6 +158,19 @@ class Rearrangement:
         spots = np.broadcast_to(lane.layout + inner[1], at.shape)
         chunk = np.broadcast_to(chunks[:, None], at.shape)
         return unit, at.ravel(), spots.ravel(), chunk.ravel()
+
+
+def _by_part(arrays: list[Ints], span: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Image and layout as (parts, rows), if all parts of `span` slab bytes are built alike."""
+    image, layout, column, chunk = arrays
+    _, counts = np.unique(image // span, return_counts=True)
+    parts = len(counts)
+    if (counts == counts[0]).all():
+        columns, chunks = column.reshape(parts, -1), chunk.reshape(parts, -1)
+        if (columns == columns[0]).all() and (chunks == chunks[0]).all():
+            shape = parts, -1
+            return image.reshape(shape), layout.reshape(shape), columns[0], chunks[0]
+    return image[None], layout[None], column, chunk
 
 
 def _inner(image: Plane, layout: Plane, step: int, element: int) -> tuple[int, tuple[Ints, Ints]]:

@@ -277,7 +277,7 @@ def staged(
             stages.append(None)
             continue
         pages = tokens // image.page_tokens
-        stages.append(Stage(image, Rearrangement(own, group, image), offset, pages))
+        stages.append(Stage(image, Rearrangement(own, group, image, pages), offset, pages))
         offset += pages * image.page_bytes
     view = _with_images(own, shown, stages, offset)
     ends = (view, destination) if way == "packed" else (source, view)
@@ -320,9 +320,13 @@ def _with_images(
             continue
         image = stage.image
         # Block ids below `reserved_blocks` are holes: the first page has that number.
-        shift = stage.offset - own.reserved_blocks * image.page_bytes
         planes = tuple(
-            replace(plane, region=region, offset=plane.offset + shift) for plane in image.planes
+            replace(
+                plane,
+                region=region,
+                offset=stage.offset + plane.offset - own.reserved_blocks * plane.page,
+            )
+            for plane in image.in_slab(stage.pages)
         )
         groups.append(
             replace(
