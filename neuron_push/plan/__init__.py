@@ -12,7 +12,8 @@ from neuron_push.plan.assign import Ask, assign
 from neuron_push.plan.blocks import Blocks, decode_runs, encode_runs
 from neuron_push.plan.copies import Copies, bind
 from neuron_push.plan.pair import MIN_RUN, Description, PairPlan, Way, pair
-from neuron_push.plan.staged import StagedPlan, staged
+from neuron_push.plan.staged import StagedPlan
+from neuron_push.plan.staging import staged
 from neuron_push.plan.ways import GOOD_RUN, MOST_COPIES, PROMPT, Means, Plan, decide
 
 __all__ = [

@@ -9,7 +9,8 @@ from neuron_push.errors import IncompatiblePair, NeedsStaging
 from neuron_push.geometry import Geometry
 from neuron_push.plan.assign import Ask
 from neuron_push.plan.pair import MIN_RUN, PairPlan, pair
-from neuron_push.plan.staged import StagedPlan, staged
+from neuron_push.plan.staged import StagedPlan
+from neuron_push.plan.staging import staged
 
 __all__ = ["GOOD_RUN", "MOST_COPIES", "PROMPT", "Means", "Plan", "decide"]
 

@@ -1,0 +1,143 @@
+"""Setting up a staged pair: images of one side's pages, their places in a slab, the WRITE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from msgspec.structs import replace
+
+from neuron_push.errors import IncompatiblePair
+from neuron_push.geometry import Geometry, Group, Region
+from neuron_push.plan.assign import Ask
+from neuron_push.plan.group import GroupPlan
+from neuron_push.plan.image import Image, image_of
+from neuron_push.plan.pair import check_pair, pair
+from neuron_push.plan.pieces import Pieces
+from neuron_push.plan.rows import Rearrangement
+from neuron_push.plan.staged import Stage, StagedPlan
+
+__all__ = ["staged"]
+
+# Beyond it a slab would have to hold an absurd number of tokens to be cut at all boundaries.
+MOST_GRAIN: Final = 1 << 14
+
+
+def staged(
+    source: Geometry,
+    destination: Geometry,
+    ask: Ask,
+    way: Literal["packed", "unpacked"],
+    slab_bytes: int,
+    *,
+    min_run: int,
+) -> StagedPlan:
+    """Plan for slabs of `slab_bytes` on the side that reorders.
+
+    Raises:
+        IncompatiblePair: no order of bytes would help, the other side's own runs are shorter than
+            `min_run`, or a slab holds too few tokens.
+    """
+    check_pair(source, destination, ask)
+    pairs = tuple(
+        GroupPlan(mine, theirs, ())
+        for mine, theirs in zip(source.groups, destination.groups, strict=True)
+    )
+    shown, own = (destination, source) if way == "packed" else (source, destination)
+    images = [
+        _image(plan, heads, group, source.element_bytes)
+        for plan, heads, group in zip(pairs, ask.heads, shown.groups, strict=True)
+    ]
+    grain = _grain(images)
+    tokens = slab_bytes // max(1, _bytes(images, grain)) * grain
+    if not tokens:
+        raise IncompatiblePair(
+            f"a staging slab of {slab_bytes} bytes is less than the {_bytes(images, grain)} that "
+            f"{grain} tokens take; raise staging_slab_bytes"
+        )
+    stages = _stages(images, own, tokens)
+    view = _with_images(own, shown, stages, _bytes(images, tokens))
+    ends = (view, destination) if way == "packed" else (source, view)
+    return StagedPlan(
+        way=way,
+        source=source,
+        destination=destination,
+        wire=pair(*ends, ask, min_run=min_run),
+        pairs=pairs,
+        stages=stages,
+        tokens=tokens,
+        grain=grain,
+        slab_bytes=_bytes(images, tokens),
+        staged_geometry=view,
+    )
+
+
+def _image(plan: GroupPlan, heads: tuple[int, ...], shown: Group, element: int) -> Image | None:
+    """The image of one group; None for state pages and for what the pair does not exchange."""
+    if not heads or shown.kind == "state":
+        return None
+    pieces = Pieces(plan.source, plan.destination, heads, element)
+    pieces.check()
+    layers = frozenset(match.layer for _, match, _ in pieces.matches())
+    return image_of(shown, heads, layers, element) if layers else None
+
+
+def _stages(images: Sequence[Image | None], own: Geometry, tokens: int) -> tuple[Stage | None, ...]:
+    """Each group's stretch of a slab of so many tokens."""
+    stages: list[Stage | None] = []
+    offset = 0
+    for image, group in zip(images, own.groups, strict=True):
+        if image is None:
+            stages.append(None)
+            continue
+        pages = tokens // image.page_tokens
+        stages.append(Stage(image, Rearrangement(own, group, image, pages), offset, pages))
+        offset += pages * image.page_bytes
+    return tuple(stages)
+
+
+def _grain(images: Sequence[Image | None]) -> int:
+    """Tokens at which pieces are cut: wherever all groups begin a page of their image."""
+    grain = math.lcm(*(image.page_tokens for image in images if image))
+    if grain > MOST_GRAIN:
+        raise IncompatiblePair(f"pages meet only every {grain} tokens, too many for a slab")
+    return grain
+
+
+def _bytes(images: Sequence[Image | None], tokens: int) -> int:
+    return sum(tokens // image.page_tokens * image.page_bytes for image in images if image)
+
+
+def _with_images(
+    own: Geometry, shown: Geometry, stages: Sequence[Stage | None], length: int
+) -> Geometry:
+    """`own` with images of `shown`'s pages in place of its groups, in one more region."""
+    region = len(own.regions)
+    slab = Region(0, length, own.regions[0].memory, own.regions[0].device)
+    groups: list[Group] = []
+    for stage, group, model in zip(stages, own.groups, shown.groups, strict=True):
+        if stage is None:
+            groups.append(group)
+            continue
+        image = stage.image
+        # Block ids below `reserved_blocks` are holes: the first page has that number.
+        planes = tuple(
+            replace(
+                plane,
+                region=region,
+                offset=stage.offset + plane.offset - own.reserved_blocks * plane.page,
+            )
+            for plane in image.in_slab(stage.pages)
+        )
+        groups.append(
+            replace(
+                model,
+                block_tokens=image.page_tokens,
+                page_tokens=image.page_tokens,
+                num_blocks=stage.pages + own.reserved_blocks,
+                heads=image.heads,
+                planes=planes,
+            )
+        )
+    return replace(own, regions=(*own.regions, slab), groups=tuple(groups))
