@@ -11,6 +11,8 @@ which keeps a page of a whole sequence (NxD Inference without paging) from filli
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -88,22 +90,24 @@ def image_of(group: Group, heads: tuple[int, ...], layers: frozenset[int], eleme
         placed, ends = {}, [0]
         for item in sorted(items, key=lambda item: (item.key, stored.index(item.head))):
             ends.append(ends[-1] + _alone(item, ends[-1], tokens, element, placed))
-    parts = _parts(planes, placed, ends)
+    parts = _parts(placed, ends)
     images = [_plane(plane, stored, placed, parts) for plane in planes]
     starts = tuple(start for start, _ in images)
     return Image(tuple(plane for _, plane in images), starts, stored, tokens, ends[-1])
 
 
-def _parts(
-    planes: list[Plane], placed: dict[tuple[Key, int], Spot], ends: list[int]
-) -> list[tuple[int, int]]:
+def _parts(placed: dict[tuple[Key, int], Spot], ends: list[int]) -> list[tuple[int, int]]:
     """Stretches of the page that hold whole planes, as short as they can be."""
-    inner = set(ends)  # where a part may end: nowhere within what one plane covers
-    for plane in planes:
-        offsets = [spot.offset for (key, _), spot in placed.items() if _key(plane) == key]
-        inner -= {end for end in inner if min(offsets) < end <= max(offsets)}
-    edges = sorted(inner)
-    return list(pairwise(edges))
+    spans: dict[Key, tuple[int, int]] = {}
+    for (key, _), spot in placed.items():
+        low, high = spans.get(key, (spot.offset, spot.offset))
+        spans[key] = min(low, spot.offset), max(high, spot.offset)
+    # A part may end nowhere within what one plane covers.
+    inner = set(ends)
+    for low, high in spans.values():
+        if low < high:
+            inner -= {end for end in inner if low < end <= high}
+    return list(pairwise(sorted(inner)))
 
 
 def _page_tokens(group: Group, element: int) -> int:
@@ -229,7 +233,7 @@ def _plane(
     head = plane.page_bytes if plane.head else 0
     if len(spots) > 1:
         head = spots[1].offset - first.offset
-    start, end = next(part for part in parts if part[0] <= first.offset < part[1])
+    start, end = parts[bisect_right(parts, (first.offset, sys.maxsize)) - 1]
     return start, replace(
         plane,
         offset=first.offset - start,
