@@ -149,8 +149,7 @@ def _case(
             mover.move(plan.rows(*piece, *lists, area.ctypes.data))
 
     pages = prefill if way == "packed" else decode
-    took = _best(transform, repeat)
-    memcpy = _best(_baseline(plan, pages, area, pieces), repeat)
+    took, memcpy = _best((transform, _baseline(plan, pages, area, pieces)), repeat)
     nbytes = LAYERS * 2 * CHANNELS * ELEMENT * tokens
     return {
         "bytes": nbytes,
@@ -184,12 +183,12 @@ def _baseline(
     return copy
 
 
-def _best(call: Callable[[], None], repeat: int) -> float:
-    """Seconds of the fastest of some rounds, after one that warms up."""
-    call()
-    times = []
-    for _ in range(repeat):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def _best(calls: tuple[Callable[[], None], Callable[[], None]], repeat: int) -> tuple[float, float]:
+    """Seconds of each call's fastest round; they take turns, so both see the same machine."""
+    best = [float("inf"), float("inf")]
+    for _ in range(repeat + 1):  # the first round warms up and is rarely the fastest
+        for index, call in enumerate(calls):
+            began = time.perf_counter()
+            call()
+            best[index] = min(best[index], time.perf_counter() - began)
+    return best[0], best[1]
