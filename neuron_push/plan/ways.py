@@ -15,12 +15,12 @@ from neuron_push.plan.staging import staged
 __all__ = ["GOOD_RUN", "MOST_COPIES", "PROMPT", "Means", "Plan", "decide"]
 
 # Copies per prompt beyond which a staged way is preferred to a direct one that exists: 200,000
-# cost 4 ms to plan and, at some 50 ns each to post, more than the bytes of 2 KiB runs take.
+# cost 4 ms to plan and 2 to 6 us each to carry out (NIXL over UCX, as below).
 MOST_COPIES: Final = 200_000
-# Copies shorter than this go through a slab where one can be had. Measured with NIXL 1.5 over UCX,
-# 16 MiB in scattered runs, against packing them first: over shared memory direct took 3.9 times
-# as long with runs of 2 KiB, 2 times with 8 KiB, 1.05 times with 16 KiB; over tcp 2.8, 1.8, 1.5
-# times, and the same with 64 KiB.
+# Copies shorter than this go through a slab where one can be had. Measured with NIXL 1.5 over UCX
+# on two cores, 16 MiB in scattered runs, against packing first and then writing 64 KiB runs. Direct
+# takes, over shared memory, 3.2 times as long with runs of 2 KiB, 1.8 with 8 KiB, 1.2 with 16 KiB,
+# 0.7 with 64 KiB; over tcp 3.0, 1.4, 1.8 and 0.9.
 GOOD_RUN: Final = 16_384
 # The prompt that the limit is applied to, in tokens.
 PROMPT: Final = 32_768
