@@ -93,16 +93,18 @@ PROFILES: dict[str, Profile] = {
         per_prefill_token=20e-6, per_decode_step=1e-3, base=0.5e-3,
     ),
     "qwen3-32b-tp8-p5en": Profile(
-        "AWS's published Qwen3-32B run on p5en (TP 8, BF16): TTFT and TPOT of prompts of 1k to "
-        "16k tokens, reduced to 25 us per prefill token and 5.6 ms per decode step; 400 Gbit/s "
-        "of EFA per GPU",
+        "decode: published TPOT of Qwen3-32B (TP 8, BF16) on p5en at light load, 5.6 to 5.8 ms; "
+        "25 us per prefill token: this project's own choice, the one its emulated pairs were "
+        "measured with, neither published nor measured on a p5en; link: two 200 Gbit/s EFA "
+        "devices per GPU by specification, its latency assumed",
         per_prefill_token=25e-6, per_decode_step=5.6e-3,
         link=Link(bandwidth=50e9, latency=15e-6),
     ),
     "qwen3-32b-tp8-trn2": Profile(
         "estimated from the p5en profile, no public run of this model on trn2: prefill scaled by "
         "dense BF16 peak (8 H200 at 989 TFLOPS over 8 logical cores at 167 TFLOPS), decode by "
-        "memory bandwidth (4.8 TB/s over 0.72 TB/s per logical core); 100 Gbit/s of EFA per core",
+        "memory bandwidth (4.8 TB/s over 0.72 TB/s per logical core); 100 Gbit/s of EFA per core, "
+        "latency assumed",
         per_prefill_token=148e-6, per_decode_step=37e-3,
         link=Link(bandwidth=12.5e9, latency=20e-6),
     ),

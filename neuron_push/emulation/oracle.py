@@ -97,7 +97,7 @@ class Oracle:
             for view in views:
                 scattered = rest
                 if view.words == torch.int64:
-                    _fill_blocks(view, key, whole.tolist(), blocks, shape.block_tokens)
+                    _fill_blocks(view, key, whole, blocks, shape.block_tokens)
                 else:
                     scattered = np.arange(len(slots))
                 self._scatter(shape, view, key, scattered, slots.positions, blocks)
@@ -175,11 +175,21 @@ def _whole_blocks(positions: Ints, blocks: Ints, size: int) -> tuple[Ints, Ints]
     return first, np.setdiff1d(np.arange(len(positions)), inside, assume_unique=True)
 
 
-def _fill_blocks(view: View, key: torch.Tensor, starts: list[int], blocks: Ints, size: int) -> None:
+def _runs(starts: Ints, blocks: Ints) -> Iterator[tuple[int, Ints]]:
+    """Whole blocks that are neighbours in memory: the first of them, and where each begins."""
+    starts = starts[np.argsort(blocks[starts], kind="stable")]
+    for run in np.split(starts, np.flatnonzero(np.diff(blocks[starts]) != 1) + 1):
+        if len(run):
+            yield int(blocks[run[0]]), run
+
+
+def _fill_blocks(view: View, key: torch.Tensor, starts: Ints, blocks: Ints, size: int) -> None:
+    """One call per run of neighbouring blocks; it releases the GIL."""
     tail = (1,) * view.base.dim()
-    for start in starts:
-        target = view.tensor[int(blocks[start])]
-        torch.bitwise_xor(view.base[None], key[start : start + size].view(-1, *tail), out=target)
+    for first, run in _runs(starts, blocks):
+        keys = key[torch.from_numpy(run[:, None] + np.arange(size))].view(-1, size, *tail)
+        target = view.tensor[first : first + len(run)]
+        torch.bitwise_xor(view.base[None, None], keys, out=target)
 
 
 def _expected(view: View, key: torch.Tensor) -> torch.Tensor:
