@@ -39,6 +39,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     profile: str = "instant"
     """Name of a cost profile (neuron_push.emulation.cost)."""
 
+    link: bool = False
+    """Whether this engine's WRITEs take the time of the profile's link (neuron-push only)."""
+
     report: str = ""
     """Folder for reports; empty: the log only."""
 

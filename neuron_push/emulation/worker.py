@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from neuron_push.emulation import accelerator, cost, layers, memory
+from neuron_push.emulation import accelerator, cost, layers, link, memory
 from neuron_push.emulation.devices import DEVICES
 from neuron_push.emulation.faults import Faults
 from neuron_push.emulation.options import wanted
@@ -64,10 +64,11 @@ class EmulatedRunner:
         shapes = tuple(_shape(self._config, group) for group in kv_config.kv_cache_groups)
         cache = memory.allocate(self._device, shapes, kv_config.num_blocks)
         options = self.options
-        faults = Faults(cache, options.fault)
+        faults, costs = Faults(cache, options.fault), cost.profile(options.profile)
+        if options.link:
+            link.install(costs)
         self._writer = Writer(
-            Oracle(cache, options.seed), cost.profile(options.profile),
-            Reporter(options.report, _name(self._config)),
+            Oracle(cache, options.seed), costs, Reporter(options.report, _name(self._config)),
             sampled=options.verify == "sampled", combine=_combine(self._config),
             meddle=faults, early_fence=options.fault == "early-fence",
         )  # fmt: skip
