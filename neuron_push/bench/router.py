@@ -239,7 +239,9 @@ def _report(args: argparse.Namespace, found: list[Figures], soak: list[int]) -> 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report as a table."""
-    yield f"{'':<22}{'TTFT p50':>10}{'p99':>10}{'requests/s':>12}{'busy p50':>10}{'p99':>10}{'CPU each':>11}"
+    heads = (("", -22), ("TTFT p50", 10), ("p99", 10), ("requests/s", 12), ("busy p50", 10),
+             ("p99", 10), ("CPU each", 11))  # fmt: skip
+    yield "".join(f"{name:<{-width}}" if width < 0 else f"{name:>{width}}" for name, width in heads)
     for name, each in report["figures"].items():
         one, busy = each["ttft_ms"], each["ttft_busy_ms"]
         yield (
