@@ -14,7 +14,7 @@ from typing import Any
 
 from neuron_push import processes
 from neuron_push.emulation import fleet
-from neuron_push.emulation.report import PERIOD
+from neuron_push.emulation.report import PERIOD, timed
 from neuron_push.errors import ConfigError
 
 
@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("file", type=Path, help="fleet file (YAML)")
     parser.add_argument("--logs", type=Path, help="keep logs and reports in this folder")
+    parser.add_argument(
+        "--measured",
+        action="store_true",
+        help="durations seen by clients matter: fail if emulating took too much of the time",
+    )
     parser.add_argument("--check", action="store_true", help="only say whether the file is valid")
 
 
@@ -41,6 +46,7 @@ def main(args: argparse.Namespace) -> int:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stop = stack.enter_context(_interrupts())
         built = fleet.build(spec, logs.absolute(), print)
+        stack.enter_context(built.connected())
         with processes.running(built.engines, progress=print):
             if built.router is not None:
                 stack.enter_context(processes.running([built.router], progress=print))
@@ -48,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
             while not stop.wait(1.0):
                 _check(built)
             time.sleep(2 * PERIOD)  # the reports catch up
-        return _conclude(built)
+        return _conclude(built, args.measured)
 
 
 def _show(built: fleet.Fleet) -> None:
@@ -70,8 +76,8 @@ def _check(built: fleet.Fleet) -> None:
             raise processes.ServerFailed(f"{server.name} has ended{server.tail()}")
 
 
-def _conclude(built: fleet.Fleet) -> int:
-    wrong = 0
+def _conclude(built: fleet.Fleet, measured: bool) -> int:
+    wrong, unfit = 0, []
     for engine in built.engines:
         for seen in engine.summaries():
             wrong += seen["wrong_rows"]
@@ -80,7 +86,11 @@ def _conclude(built: fleet.Fleet) -> int:
                 f"before the next launch {seen['writes_early']}, after {seen['writes_late']}, own "
                 f"time {seen['own_seconds']:.3f} s of {seen['modelled_seconds']:.3f} s modelled"
             )
-    return 1 if wrong else 0
+        if measured or engine.spec.profile != "instant":
+            unfit += timed(engine.summaries())
+    for why in unfit:
+        print(f"unfit for measuring: {why}")
+    return 1 if wrong or (measured and unfit) else 0
 
 
 @contextmanager

@@ -5,13 +5,16 @@ router: {port: 8000}
 engines:
   - {name: prefill, role: prefill, device: trn2, tp: 2}
   - {name: decode, role: decode, device: trn2, vllm: 0.29.0, block_size: 48}
+network: {rate_mbit: 1000, delay_ms: 0.1}   # optional: namespaces, needs root
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -19,9 +22,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from neuron_push.emulation import VARIABLE, WORKER, environments, models
+from neuron_push.emulation import VARIABLE, WORKER, environments, models, network
 from neuron_push.emulation.devices import DEVICES
+from neuron_push.emulation.network import NetworkSpec, Place
 from neuron_push.emulation.options import DeviceName, Options, Runner, encode
+from neuron_push.emulation.relay import Relay
 from neuron_push.engines import CONNECTOR, EngineOptions
 from neuron_push.errors import ConfigError
 from neuron_push.processes import HOST, Server, free_ports
@@ -48,6 +53,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     runner: Runner = "gpu-v2"
     verify: Literal["full", "sampled"] = "full"
     profile: str = "instant"
+    link: bool = False
+    """Whether WRITEs take the time of the profile's link."""
     max_model_len: Count = 4096
     max_batched: Count = 512
     max_seqs: Count = 64
@@ -75,6 +82,7 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     engines: tuple[EngineSpec, ...]
     model: str = "tiny-gqa"
     router: RouterSpec | None = None
+    network: NetworkSpec | None = None
 
 
 def load(path: Path) -> FleetSpec:
@@ -86,6 +94,8 @@ def load(path: Path) -> FleetSpec:
     names = [engine.name for engine in fleet.engines]
     if len(set(names)) < len(names):
         raise ConfigError(f"{path}: two engines have the same name")
+    if fleet.network is not None:
+        network.plan(fleet.network, len(names), os.getpid())
     return fleet
 
 
@@ -93,19 +103,33 @@ class EmulatedEngine(Server):
     """A vLLM server over an emulated device."""
 
     def __init__(
-        self, spec: EngineSpec, model: Path, logs: Path, say: Callable[[str], None] = lambda _: None
+        self,
+        spec: EngineSpec,
+        model: Path,
+        logs: Path,
+        say: Callable[[str], None] = lambda _: None,
+        place: Place | None = None,
     ) -> None:
         free = free_ports(2)
         self.spec = spec
+        self.place = place
         self.reports = logs / "reports"
         port, self.side_port = spec.port or free[0], spec.side_port or free[1]
         options = engine_options(spec, model, self.reports)
         command = options.command(port)
         command[0] = environments.python(spec.vllm, say)
         command += ["--served-model-name", SERVED]
-        super().__init__(
-            spec.name, command, port, logs / f"{spec.name}.log", options.variables(self.side_port)
-        )
+        variables = options.variables(self.side_port)
+        if place is not None:
+            command = place.inside([*command, "--host", place.address])
+            variables |= _addresses(place)
+        super().__init__(spec.name, command, port, logs / f"{spec.name}.log", variables)
+
+    @property
+    def entry(self) -> str:
+        """How the router names this engine."""
+        host = self.place.address if self.place else HOST
+        return f"http://{host}:{self.port}#side={self.side_port}"
 
     @property
     def block_size(self) -> int:
@@ -123,7 +147,7 @@ def engine_options(spec: EngineSpec, model: Path, reports: Path) -> EngineOption
     """The server that a spec asks for."""
     emulation = Options(
         device=spec.device, runner=spec.runner, verify=spec.verify, profile=spec.profile,
-        report=str(reports.absolute()), fault=_fault(spec.fault),
+        report=str(reports.absolute()), fault=_fault(spec.fault), link=spec.link,
     )  # fmt: skip
     executor = "uni" if spec.tp == 1 else "mp"
     arguments = [
@@ -139,6 +163,14 @@ def engine_options(spec: EngineSpec, model: Path, reports: Path) -> EngineOption
             VARIABLE: encode(emulation), "OMP_NUM_THREADS": "1", **spec.environment,
         },
     )  # fmt: skip
+
+
+def _addresses(place: Place) -> dict[str, str]:
+    """What makes an engine's transfers use its own address."""
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": place.address, "VLLM_HOST_IP": place.address,
+        "UCX_NET_DEVICES": network.DEVICE,
+    }  # fmt: skip
 
 
 def _fault(name: str) -> Any:
@@ -165,29 +197,54 @@ class Fleet:
 
     engines: tuple[EmulatedEngine, ...]
     router: Server | None
+    plan: network.Plan | None = None
 
     @property
     def url(self) -> str:
         """Where clients should ask."""
         return self.router.url if self.router else self.engines[0].url
 
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """The fleet's network, if it has one, and the host's way into it."""
+        with ExitStack() as stack:
+            if self.plan is not None:
+                stack.enter_context(network.up(self.plan))
+                doors: list[tuple[Server, Place]] = list(
+                    zip(self.engines, self.plan.engines, strict=True)
+                )
+                doors += [(self.router, self.plan.hub)] if self.router else []
+                for server, place in doors:
+                    stack.enter_context(Relay(server.port, place, server.port))
+            yield
+
 
 def build(spec: FleetSpec, logs: Path, say: Callable[[str], None]) -> Fleet:
     """Make the model and the servers' command lines."""
     model = models.find(spec.model, logs / "models")
-    engines = tuple(EmulatedEngine(engine, model, logs, say) for engine in spec.engines)
-    router = _router(spec.router, engines, logs) if spec.router is not None else None
-    return Fleet(engines, router)
+    plan = None
+    if spec.network is not None:
+        plan = network.plan(spec.network, len(spec.engines), os.getpid())
+    places: tuple[Place | None, ...] = plan.engines if plan else (None,) * len(spec.engines)
+    engines = tuple(
+        EmulatedEngine(engine, model, logs, say, place)
+        for engine, place in zip(spec.engines, places, strict=True)
+    )
+    hub = plan.hub if plan else None
+    router = _router(spec.router, engines, logs, hub) if spec.router is not None else None
+    return Fleet(engines, router, plan)
 
 
-def _router(spec: RouterSpec, engines: tuple[EmulatedEngine, ...], logs: Path) -> Server:
+def _router(
+    spec: RouterSpec, engines: tuple[EmulatedEngine, ...], logs: Path, hub: Place | None
+) -> Server:
     port = spec.port or free_ports(1)[0]
-    words = [sys.executable, "-m", "neuron_push.cli", "router", "--host", HOST]
-    words += ["--port", str(port)]
+    words = [sys.executable, "-m", "neuron_push.cli", "router"]
+    words += ["--host", hub.address if hub else HOST, "--port", str(port)]
     for engine in engines:
-        place = f"{engine.url}#side={engine.side_port}"
         if engine.spec.role != "decode":
-            words += ["--prefill", place]
+            words += ["--prefill", engine.entry]
         if engine.spec.role != "prefill":
-            words += ["--decode", place]
-    return Server("router", [*words, *spec.arguments], port, logs / "router.log")
+            words += ["--decode", engine.entry]
+    words += spec.arguments
+    return Server("router", hub.inside(words) if hub else words, port, logs / "router.log")

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +60,20 @@ def unfit(summary: Mapping[str, Any]) -> str:
         f"{summary['name']} spent {own:.3f} s on emulating {modelled:.3f} s of modelled time; "
         f"more than {MOST_OWN_SHARE:.0%} distorts a benchmark"
     )
+
+
+def timed(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Reasons not to believe durations seen over these engines; none if they may be believed.
+
+    Engines without modelled time have nothing to distort, and nothing to measure either.
+    """
+    found = []
+    for summary in summaries:
+        if not summary["modelled_seconds"]:
+            found.append(f"{summary['name']} modelled no time")
+        elif why := unfit(summary):
+            found.append(why)
+    return found
 
 
 class Reporter:

@@ -1,6 +1,6 @@
 import json
 
-from neuron_push.emulation.report import Reporter, unfit
+from neuron_push.emulation.report import Reporter, timed, unfit
 from tests.emulation import kit
 
 
@@ -34,3 +34,12 @@ def test_a_benchmark_is_refused_when_emulation_costs_too_much():
     assert unfit(summary) == ""
     assert "more than 20%" in unfit({**summary, "own_seconds": 0.21})
     assert unfit({**summary, "own_seconds": 0.0, "modelled_seconds": 0.0}) == ""
+
+
+def test_timed_engines_must_model_time_and_all_be_fit():
+    good = {"name": "p-0", "own_seconds": 0.1, "modelled_seconds": 1.0}
+    assert timed([good, good]) == []
+    bad = {**good, "name": "d-0", "own_seconds": 0.5}
+    none = {**good, "name": "d-1", "own_seconds": 0.0, "modelled_seconds": 0.0}
+    found = timed([good, bad, none])
+    assert len(found) == 2 and "d-0 spent" in found[0] and "d-1 modelled no time" in found[1]
