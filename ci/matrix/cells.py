@@ -61,6 +61,8 @@ class CellSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load: tuple[Load, ...] = ("shapes", "burst")
     kv_tokens: int = 24_000
     """Tokens that each engine's KV blocks hold; few make the scheduler preempt."""
+    timed: str = ""
+    """A cost profile: durations count, and a cell whose emulation distorts them fails."""
     same_side: bool = False
     """Only combinations whose two sides are alike."""
 
@@ -90,6 +92,7 @@ class Cell:
     load: tuple[str, ...]
     may_refuse: bool
     kv_tokens: int
+    timed: str = ""
 
     @property
     def short_of_kv(self) -> bool:
@@ -107,6 +110,7 @@ class Cell:
         words += [] if self.prefix_caching else ["no-prefix-cache"]
         words += [] if self.runner == "gpu-v2" else [self.runner]
         words += [f"kv{self.kv_tokens}"] if self.short_of_kv else []
+        words += [f"timed:{self.timed}"] if self.timed else []
         return f"{self.prefill} > {self.decode} {' '.join(words)}"
 
 
@@ -141,7 +145,7 @@ def _expand(matrix: MatrixSpec, spec: CellSpec) -> Iterator[Cell]:
         may_refuse = pair in matrix.untranslated and model in matrix.untranslated_models
         yield Cell(
             sides[0], sides[1], model, connector, mode, caching, runner, spec.load,
-            may_refuse, spec.kv_tokens,
+            may_refuse, spec.kv_tokens, spec.timed,
         )  # fmt: skip
 
 

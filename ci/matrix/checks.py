@@ -15,9 +15,14 @@ from ci.matrix.cells import Cell
 from ci.matrix.load import Place, Request
 from neuron_push.emulation import pattern
 from neuron_push.emulation.fleet import SERVED, EmulatedEngine
+from neuron_push.emulation.report import timed
 from neuron_push.processes import HOST
 
 REST = 40.0
+# Reported counts: of all ranks together, and of one that stands for all.
+_SUMMED = ("wrong_rows", "writes_early", "writes_late", "bytes_checked")
+_FIRST = ("context_tokens", "prefill_tokens", "steps", "modelled_seconds", "own_seconds")
+COUNTS = _SUMMED + _FIRST
 # What an engine says when it will not work with another one.
 READABLE = re.compile(r"KV not received: (.*refused.*)")
 
@@ -46,13 +51,11 @@ class Emulated:
     def tp(self) -> int:
         return self.engine.spec.tp
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, Any]:
         """Counts over all ranks; one is enough for tokens, as every rank sees them all."""
         ranks = self.engine.summaries()
-        summed = ("wrong_rows", "writes_early", "writes_late", "bytes_checked")
-        first = ("context_tokens", "prefill_tokens", "steps")
-        return {name: sum(rank[name] for rank in ranks) for name in summed} | {
-            name: ranks[0][name] for name in first
+        return {name: sum(rank[name] for rank in ranks) for name in _SUMMED} | {
+            name: ranks[0][name] for name in _FIRST
         }
 
 
@@ -84,6 +87,11 @@ def run(cell: Cell, prefill: Emulated, decode: Emulated) -> Verdict:
         for before, after in zip(marks, now, strict=True)
     ]
     problems += _seen(cell, requests, *deltas)
+    if cell.timed:
+        problems += timed(
+            {**seen, "name": place.name}
+            for seen, place in zip(deltas, (prefill, decode), strict=True)
+        )
     return Verdict(problems, "", _figures(requests, *deltas))
 
 
@@ -160,14 +168,14 @@ def _held(place: Place) -> dict[str, float]:
     return found
 
 
-def _settled(prefill: Emulated, decode: Emulated) -> tuple[dict[str, int], dict[str, int]]:
+def _settled(prefill: Emulated, decode: Emulated) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reports are written with a short delay."""
     time.sleep(0.6)
     return prefill.totals(), decode.totals()
 
 
 def _seen(
-    cell: Cell, requests: list[Request], there: dict[str, int], here: dict[str, int]
+    cell: Cell, requests: list[Request], there: dict[str, Any], here: dict[str, Any]
 ) -> list[str]:
     """What the emulated devices have seen."""
     problems = []
@@ -188,7 +196,7 @@ def _seen(
 
 
 def _figures(
-    requests: list[Request], there: dict[str, int], here: dict[str, int]
+    requests: list[Request], there: dict[str, Any], here: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "requests": len(requests),
@@ -199,4 +207,11 @@ def _figures(
         "wrong_rows": there["wrong_rows"] + here["wrong_rows"],
         "writes_early": there["writes_early"],
         "writes_late": there["writes_late"],
+        "own_share": [_share(there), _share(here)],
     }
+
+
+def _share(seen: dict[str, Any]) -> float:
+    """Emulation's own work, by modelled time."""
+    modelled = seen["modelled_seconds"]
+    return round(seen["own_seconds"] / modelled, 4) if modelled else 0.0

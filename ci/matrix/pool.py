@@ -29,18 +29,21 @@ class Key:
     prefix_caching: bool
     runner: str
     kv_tokens: int
+    timed: str = ""
 
     @property
     def name(self) -> str:
         words = [self.role, str(self.side), self.model, self.connector, self.runner]
         words += [] if self.prefix_caching else ["uncached"]
-        words += [str(self.kv_tokens)]
+        words += [str(self.kv_tokens), *([self.timed] if self.timed else [])]
         return "-".join(words).replace("/", ".").replace("@", ".")
 
 
 def keys(cell: Cell) -> tuple[Key, Key]:
     """The engines that a cell needs."""
-    rest = (cell.model, cell.connector, cell.prefix_caching, cell.runner, cell.kv_tokens)
+    rest = (
+        cell.model, cell.connector, cell.prefix_caching, cell.runner, cell.kv_tokens, cell.timed
+    )  # fmt: skip
     return Key("prefill", cell.prefill, *rest), Key("decode", cell.decode, *rest)
 
 
@@ -123,7 +126,8 @@ class Pool:
             name=key.name, role=key.role, device=side.device, vllm=side.vllm,  # type: ignore[arg-type]
             tp=side.tp, block_size=side.block, blocks=max(64, key.kv_tokens // side.block),
             prefix_caching=key.prefix_caching, runner=key.runner,  # type: ignore[arg-type]
-            profile="quick", connector=key.connector, settings=dict(settings),  # type: ignore[arg-type]
+            profile=key.timed or "quick", verify="sampled" if key.timed else "full",
+            connector=key.connector, settings=dict(settings),  # type: ignore[arg-type]
         )  # fmt: skip
         model = models.find(key.model, self._logs / "models")
         return EmulatedEngine(spec, model, self._logs, self._say)

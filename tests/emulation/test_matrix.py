@@ -1,5 +1,6 @@
 """The matrix: its file, its states, its reports."""
 
+import dataclasses
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -39,7 +40,7 @@ def test_an_emulated_pass_is_never_a_hardware_pass():
 def test_a_refusal_counts_only_where_it_is_listed():
     refusal = checks.Verdict([], "needs layout translation", {})
     assert command.judge(cell(), refusal, False).state is State.FAILED
-    listed = next(c for c in PR if c.may_refuse)
+    listed = next(c for c in cells.cells(MATRIX, "merge") if c.may_refuse)
     assert command.judge(listed, refusal, False).state is State.REFUSED
     assert command.judge(listed, checks.Verdict([], "", {}), False).state is State.PASSED_EMULATED
 
@@ -125,3 +126,45 @@ def test_the_command_lists_cells_for_a_plan_job(capsys):
     assert [row["cell"] for row in rows] == [c.name for c in PR]
     assert {row["where"] for row in rows} == {"emulated"}
     assert command.main(["--only", "no such cell"]) == 2
+
+
+def test_translated_pairs_may_not_refuse():
+    listed = {c.devices for c in cells.cells(MATRIX, "nightly") if c.may_refuse}
+    assert not listed & {"trn2>p5en", "p5en>trn2"}
+
+
+def test_timed_cells_have_engines_of_their_own():
+    timed = [c for c in cells.cells(MATRIX, "nightly") if c.timed]
+    assert timed and all("timed:" in c.name and c.load == ("burst",) for c in timed)
+    untimed = pool.keys(next(c for c in PR if c.prefill == timed[0].prefill))[0]
+    key = pool.keys(timed[0])[0]
+    assert key != untimed and key.name != untimed.name
+
+
+@pytest.mark.parametrize(("own", "words"), [(0.1, ""), (0.3, "more than 20%")])
+def test_a_timed_cell_fails_when_emulation_took_too_much_of_the_time(monkeypatch, own, words):
+    class Place:
+        name, engine = "engine", type("Engine", (), {"log": Path("/nonexistent")})
+
+        def __init__(self):
+            self.seen = dict.fromkeys(checks.COUNTS, 0)
+
+        def totals(self):
+            return dict(self.seen)
+
+    place = Place()
+
+    def settled(prefill, decode):
+        place.seen |= {"context_tokens": 5, "writes_early": 2, "own_seconds": own}
+        place.seen |= {"modelled_seconds": 1.0}
+        return place.totals(), place.totals()
+
+    monkeypatch.setattr(checks, "_send", lambda *_: [])
+    monkeypatch.setattr(checks, "_refusal", lambda *_: "")
+    monkeypatch.setattr(checks, "_left", lambda _: [])
+    monkeypatch.setattr(checks, "_settled", settled)
+    timed = dataclasses.replace(cell(), timed="qwen3-32b-tp8-p5en")
+    problems = checks.run(timed, place, place).problems
+    assert [words in problem for problem in problems] == ([True, True] if words else [])
+    place = Place()
+    assert checks.run(cell(), place, place).problems == []
