@@ -23,6 +23,7 @@ Words = npt.NDArray[np.uint64]
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND: Final = np.uint64(0x94D049BB133111EB)
+_SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 # Next tokens are drawn from printable ASCII, which byte-level vocabularies keep at their start
 # in one order or another, and which holds no special token.
@@ -32,11 +33,11 @@ TOKENS: Final = 93
 
 def mix(values: Words) -> Words:
     """splitmix64, element by element: a bijection whose output bits all depend on the input."""
-    with np.errstate(over="ignore"):
-        x = values + _GOLDEN
-        x = (x ^ (x >> np.uint64(30))) * _FIRST
-        x = (x ^ (x >> np.uint64(27))) * _SECOND
-        return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
+    # Arrays wrap around without a warning; scalars would warn.
+    x = values + _GOLDEN
+    x = (x ^ (x >> _SHIFTS[0])) * _FIRST
+    x = (x ^ (x >> _SHIFTS[1])) * _SECOND
+    return np.asarray(x ^ (x >> _SHIFTS[2]), np.uint64)
 
 
 def keys(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], seed: int) -> Words:
@@ -65,9 +66,8 @@ def digests(key: Words) -> Words:
 
 def next_token(digest: int, position: int) -> int:
     """The token after `position`."""
-    with np.errstate(over="ignore"):
-        value = np.array([digest & (2**64 - 1)], np.uint64) + np.uint64(position) * _FIRST
-    return FIRST_TOKEN + int(mix(value)[0] % np.uint64(TOKENS))
+    value = (digest + position * int(_FIRST)) & (2**64 - 1)
+    return FIRST_TOKEN + int(mix(np.array([value], np.uint64))[0]) % TOKENS
 
 
 def continuation(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:

@@ -135,9 +135,10 @@ class Writer:
         clock.sleep_until(end - self._pace * tokens)
         begun = clock.now()
         self._meddle("before", step)
-        self._oracle.fill(_new_slots(step.pieces))
+        new = [_new_slots(piece) for piece in step.pieces]
+        self._oracle.fill(_join(new))
         self._meddle("written", step)
-        self._draw(step)
+        self._draw(step, new)
         self._meddle("drawn", step)
         own = clock.now() - begun
         self._pace += 0.2 * (own / max(1, tokens) - self._pace)
@@ -156,16 +157,17 @@ class Writer:
 
     # ------------------------------------------------------------------ reading
 
-    def _draw(self, step: Step) -> None:
+    def _draw(self, step: Step, new: Sequence[Slots]) -> None:
         """Read what the step attends to, and draw each request's next token from it."""
         wrong = np.zeros(len(step.pieces), np.int64)
         for index, piece in enumerate(step.pieces):
             wrong[index] = self._read_context(piece)
-        wrong += self._read_new(step.pieces)
+        hashes = np.split(self._hashes(_join(new)), np.cumsum([len(slots) for slots in new])[:-1])
+        wrong += self._read_new(step.pieces, new)
         wrong = self._combine(wrong)
-        for piece, difference in zip(step.pieces, wrong.tolist(), strict=True):
+        for piece, mine, difference in zip(step.pieces, hashes, wrong.tolist(), strict=True):
             state, stop = piece.state, piece.start + piece.count
-            state.digest = (state.digest + difference) & (2**64 - 1)
+            state.digest = (state.digest + _sum(mine) + difference) & (2**64 - 1)
             if stop < len(state.tokens):
                 step.sampled.append([])  # a chunk of a prompt
                 continue
@@ -184,18 +186,17 @@ class Writer:
         positions = np.arange(first, piece.start)
         slots = _slots(piece, positions, blocks)
         self._reporter.summary.context_tokens += len(slots)
-        state.digest += _sum(pattern.digests(self._oracle.keys(slots)))
+        state.digest += _sum(self._hashes(slots))
         chosen = self._chosen(len(slots))
         return self._read([piece] * len(chosen), _pick(slots, chosen), "context").sum().item()
 
-    def _read_new(self, pieces: Sequence[Piece]) -> np.ndarray:
+    def _read_new(self, pieces: Sequence[Piece], new: Sequence[Slots]) -> np.ndarray:
         """Slots just written, and a few earlier ones, of all requests at once."""
-        owners, parts = [], []
-        for index, piece in enumerate(pieces):
-            new = _slots(piece, np.arange(piece.start, piece.start + piece.count), piece.blocks)
-            piece.state.digest += _sum(pattern.digests(self._oracle.keys(new)))
+        owners: list[int] = []
+        parts = []
+        for index, (piece, mine) in enumerate(zip(pieces, new, strict=True)):
             again = _slots(piece, *piece.again)
-            for slots in (_pick(new, self._chosen(len(new))), again):
+            for slots in (_pick(mine, self._chosen(len(mine))), again):
                 owners += [index] * len(slots)
                 parts.append(slots)
         slots = _join(parts)
@@ -210,6 +211,9 @@ class Writer:
         self._reporter.reading(names, reading, moment)
         return reading.difference
 
+    def _hashes(self, slots: Slots) -> pattern.Words:
+        return pattern.digests(self._oracle.keys(slots))
+
     def _chosen(self, count: int) -> np.ndarray:
         if not self._sampled or count <= SAMPLES:
             return np.arange(count)
@@ -220,13 +224,8 @@ class Writer:
 SAMPLES = 8
 
 
-def _new_slots(pieces: Sequence[Piece]) -> Slots:
-    return _join(
-        [
-            _slots(piece, np.arange(piece.start, piece.start + piece.count), piece.blocks)
-            for piece in pieces
-        ]
-    )
+def _new_slots(piece: Piece) -> Slots:
+    return _slots(piece, np.arange(piece.start, piece.start + piece.count), piece.blocks)
 
 
 def _slots(piece: Piece, positions: np.ndarray, blocks: tuple[np.ndarray, ...]) -> Slots:
@@ -236,6 +235,8 @@ def _slots(piece: Piece, positions: np.ndarray, blocks: tuple[np.ndarray, ...]) 
 
 
 def _pick(slots: Slots, chosen: np.ndarray) -> Slots:
+    if len(chosen) == len(slots):
+        return slots
     return Slots(
         slots.tokens[chosen], slots.positions[chosen], tuple(rows[chosen] for rows in slots.blocks)
     )
