@@ -70,6 +70,8 @@ class Verdict:
 
 def run(cell: Cell, prefill: Emulated, decode: Emulated) -> Verdict:
     """An emulated cell."""
+    if cell.timed:  # what happens once, such as the handshake, is not measured
+        _send(cell, prefill, decode)
     marks = prefill.totals(), decode.totals()
     place = decode.engine.log
     start = place.stat().st_size if place.exists() else 0

@@ -60,9 +60,10 @@ def main(args: argparse.Namespace) -> int:
 def _show(built: fleet.Fleet) -> None:
     for engine in built.engines:
         spec = engine.spec
+        inside = f", {engine.place.address} in {engine.place.namespace}" if engine.place else ""
         print(
             f"  {spec.name:12} {engine.url}  {spec.device} TP {spec.tp}, blocks of "
-            f"{engine.block_size}, {spec.role}, side channel {engine.side_port}"
+            f"{engine.block_size}, {spec.role}, side channel {engine.side_port}{inside}"
         )
     if built.router is not None:
         print(f"  {'router':12} {built.router.url}")

@@ -35,8 +35,8 @@ Runner = Callable[[Sequence[str]], str]
 """Runs a command and returns what it prints; raises ConfigError if it fails."""
 
 DEVICE: Final = "eth0"
-_PREFIX: Final = "neuron-push"
-_NAMED: Final = re.compile(rf"{_PREFIX}-(\d+)-\w+")
+PREFIX: Final = "neuron-push"
+_NAMED: Final = re.compile(rf"{PREFIX}-(\d+)-\w+")
 # A bucket that holds less than a timer tick of traffic, or than one large segment, never
 # reaches its rate.
 _LEAST_BURST: Final = 128 << 10
@@ -95,7 +95,7 @@ def plan(spec: NetworkSpec, engines: int, pid: int) -> Plan:
         )
     names = ["hub", *map(str, range(engines))]
     hub, *places = (
-        Place(f"{_PREFIX}-{pid}-{name}", str(subnet[index + 1])) for index, name in enumerate(names)
+        Place(f"{PREFIX}-{pid}-{name}", str(subnet[index + 1])) for index, name in enumerate(names)
     )
     make = [*_hub(hub, subnet.prefixlen)]
     for index, place in enumerate(places):

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from neuron_push.emulation import pattern
-from neuron_push.emulation.memory import Cache, GroupShape, View
+from neuron_push.emulation.devices import Device
+from neuron_push.emulation.memory import Cache, GroupShape, View, allocate
 
 Ints = npt.NDArray[np.int64]
 
@@ -157,6 +158,18 @@ class Oracle:
         size = max(1, CHUNK_BYTES // self._slot_bytes)
         for start in range(0, len(slots), size):
             yield slots.part(start, start + size)
+
+
+def warm_up(device: Device, shapes: tuple[GroupShape, ...]) -> None:
+    """Do everything once on a cache aside: what libraries do at first use takes half a second."""
+    oracle = Oracle(allocate(device, shapes, 3), 0)
+    size = max(shape.block_tokens for shape in shapes)
+    for count in (size, max(1, size // 2)):  # a whole block, and a part of one
+        positions = np.arange(count)
+        blocks = tuple(1 + positions // shape.block_tokens % 2 for shape in shapes)
+        slots = Slots(positions, positions, blocks)
+        oracle.fill(slots)
+        oracle.read(slots)
 
 
 def _where(shape: GroupShape, positions: Ints, blocks: Ints) -> tuple[torch.Tensor, torch.Tensor]:

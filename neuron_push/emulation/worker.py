@@ -20,7 +20,7 @@ from neuron_push.emulation import accelerator, cost, layers, link, memory
 from neuron_push.emulation.devices import DEVICES
 from neuron_push.emulation.faults import Faults
 from neuron_push.emulation.options import wanted
-from neuron_push.emulation.oracle import Oracle
+from neuron_push.emulation.oracle import Oracle, warm_up
 from neuron_push.emulation.report import Reporter
 from neuron_push.emulation.requests import Requests
 from neuron_push.emulation.runners import ORDERS
@@ -64,6 +64,7 @@ class EmulatedRunner:
         shapes = tuple(_shape(self._config, group) for group in kv_config.kv_cache_groups)
         cache = memory.allocate(self._device, shapes, kv_config.num_blocks)
         options = self.options
+        warm_up(self._device, shapes)
         faults, costs = Faults(cache, options.fault), cost.profile(options.profile)
         if options.link:
             link.install(costs)

@@ -229,8 +229,11 @@ def _new_slots(piece: Piece) -> Slots:
 
 
 def _slots(piece: Piece, positions: np.ndarray, blocks: tuple[np.ndarray, ...]) -> Slots:
-    known = piece.state.tokens
-    tokens = np.array([known[position] for position in positions.tolist()], np.int64)
+    known, count = piece.state.tokens, len(positions)
+    if count and positions[-1] - positions[0] == count - 1:  # ascending, without a gap
+        tokens = np.array(known[positions[0] : positions[-1] + 1], np.int64)
+    else:
+        tokens = np.array([known[position] for position in positions.tolist()], np.int64)
     return Slots(tokens, positions, blocks)
 
 

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from neuron_push.emulation import pattern
+from neuron_push.emulation import network, pattern
 from tests.emulation import kit
 
 pytest.importorskip("vllm")
@@ -18,6 +18,7 @@ pytest.importorskip("nixl_cu12")
 
 FLEET = """
 router: {{}}
+{more}
 engines:
   - {{name: prefill, role: prefill, device: trn2, profile: quick, fault: "{fault}"}}
   - {{name: decode, role: decode, device: trn2, block_size: 48, profile: quick}}
@@ -27,8 +28,8 @@ engines:
 class Command:
     """The command as a user runs it."""
 
-    def __init__(self, folder, fault=""):
-        (folder / "fleet.yaml").write_text(FLEET.format(fault=fault))
+    def __init__(self, folder, fault="", more=""):
+        (folder / "fleet.yaml").write_text(FLEET.format(fault=fault, more=more))
         self.logs = folder / "logs"
         words = [sys.executable, "-m", "neuron_push.cli", "emulate", str(folder / "fleet.yaml")]
         self.process = subprocess.Popen(
@@ -105,3 +106,24 @@ def test_a_fence_that_lies_shows_in_the_answer_and_in_the_exit_status(start):
     status, text = command.stop()
     assert status == 1, text
     assert (command.logs / "reports" / "decode-0.wrong.jsonl").exists()
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.real_nixl
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(bool(network.missing()), reason=network.missing() or "-")
+def test_a_fleet_in_namespaces_sends_its_kv_over_the_shaped_link(start):
+    command = start(more="network: {rate_mbit: 400}")
+    url = command.url()
+    prompt = kit.prompt(1500, seed=1)
+    assert ask(url, prompt, 8) == pattern.continuation(prompt, 8)
+    hub = f"{network.PREFIX}-{command.process.pid}-hub"
+    said = network.execute(("tc", "-n", hub, "-s", "qdisc", "show", "dev", "port1"))
+    decode = json.loads((command.logs / "reports" / "decode-0.json").read_text())
+    assert "rate 400Mbit" in said
+    assert int(re.search(r"Sent (\d+) bytes", said)[1]) > 1000 * decode["context_tokens"] > 0
+    status, text = command.stop()
+    assert status == 0, text
+    assert hub not in network.execute(("ip", "netns", "list"))

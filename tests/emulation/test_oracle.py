@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from neuron_push.emulation import pattern
+from neuron_push.emulation.devices import DEVICES
+from neuron_push.emulation.oracle import Oracle, Slots, warm_up
 from tests.emulation import kit
 
 PROMPT = kit.prompt(100)
@@ -111,3 +114,23 @@ def test_a_window_hides_what_nobody_looks_at():
     answer = fresh.generate(PROMPT, BLOCKS, 1, computed=len(PROMPT) - 1)
     assert fresh.seen.wrong_rows == 0
     assert answer == pattern.continuation(PROMPT, 1)
+
+
+@pytest.mark.parametrize("device", ["p5en", "trn2", "cpu"])
+@pytest.mark.parametrize("blocks", [[4, 5, 6, 7], [7, 6, 5, 4], [9, 2, 3, 5]])
+def test_blocks_are_filled_alike_in_any_order(device, blocks):
+    """Neighbours, going up or down, and strangers: all slots hold what they must, and no other."""
+    cache = kit.cache(device)
+    oracle, size = Oracle(cache, 0), cache.shapes[0].block_tokens
+    positions = np.arange(size * len(blocks))
+    slots = Slots(positions % 90, positions, (np.repeat(blocks, size),))
+    oracle.fill(slots)
+    assert oracle.read(slots).wrong_rows == 0
+    rest = np.setdiff1d(np.arange(16), blocks).tolist()
+    assert not any(view.tensor[rest].any() for view in cache.views[0])
+
+
+@pytest.mark.parametrize("device", ["p5en", "trn2", "cpu"])
+def test_warming_up_touches_a_cache_aside(device):
+    warm_up(DEVICES[device], (kit.shape(device),))
+    warm_up(DEVICES[device], (kit.shape(device), kit.shape(device, window=20)))
