@@ -14,9 +14,12 @@ runners      hook order of vLLM's V2, V1 and CPU model runners
 worker       the vLLM worker class
 accelerator  host memory with the fences of the writer
 cost         modelled durations, profiles with their sources
+link         the cost model's network under real WRITEs
 report       what a worker has seen, as files
 environments pythons with other versions of vLLM, made on demand
 fleet        fleets as a file describes them
+network      namespaces and shaped links around a fleet
+relay        the host's way into a namespace
 command      `neuron-push emulate`
 
 Only `platform`, `layers`, `runners` and `worker` import vLLM.
