@@ -22,7 +22,7 @@ from neuron_push.rendezvous.links import Context, Link
 from neuron_push.rendezvous.ranges import RangeSet
 
 if TYPE_CHECKING:
-    from neuron_push.rendezvous.consumer import Attempt, Share
+    from neuron_push.rendezvous.attempt import Attempt, Share
 
 # Pieces that one share may have asked for and not yet been granted; a healthy peer asks for as
 # many as it has WRITEs in flight, 64 at most.

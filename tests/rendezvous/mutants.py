@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuron_push.commands import Unpinned
 from neuron_push.protocol import Cancelled, Moved, Return
 from neuron_push.rendezvous import consumer, fence, landing, links, producer, ranges, sender
-from neuron_push.rendezvous.consumer import AttemptState
+from neuron_push.rendezvous.attempt import Attempt, AttemptState
 from neuron_push.rendezvous.events import Tell
 
 
@@ -173,7 +173,7 @@ def free_slabs_when_landed(patch):
 
 def unpin_while_unpacking(patch):
     """Decode gives its blocks back while a piece is being copied into them."""
-    patch.setattr(consumer.Attempt, "unpacking", False)
+    patch.setattr(Attempt, "unpacking", False)
 
 
 def reuse_a_packed_slab_at_once(patch):

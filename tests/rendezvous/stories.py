@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuron_push.protocol import Match
-from neuron_push.rendezvous.consumer import AttemptState
+from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.events import Unreachable
 from neuron_push.rendezvous.producer import SendingState
 from tests.rendezvous.net import Faults

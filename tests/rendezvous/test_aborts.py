@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_push.rendezvous.consumer import AttemptState
+from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.producer import SendingState
 from tests.rendezvous.stories import Story, enter_attempt, enter_rotation, enter_sending
 

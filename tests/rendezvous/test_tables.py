@@ -26,7 +26,7 @@ from neuron_push.protocol import (
     Soon,
 )
 from neuron_push.rendezvous import events as ev
-from neuron_push.rendezvous.consumer import ATTEMPT_MOVES, Attempt, AttemptState
+from neuron_push.rendezvous.attempt import ATTEMPT_MOVES, Attempt, AttemptState
 from neuron_push.rendezvous.producer import SENDING_MOVES, Sending, SendingState
 from tests.rendezvous.profiles import PROFILES
 from tests.rendezvous.scenario import run

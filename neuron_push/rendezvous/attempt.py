@@ -1,0 +1,101 @@
+"""The decode side of a transfer: register, wait for every share, or drain.
+
+    CONNECTING --linked--> WAITING --all shares landed--> ENDED (Received)
+        |                     |
+        | no peer, abandoned, | peer failed or lost, abandoned, out of patience
+        | out of patience     v
+        |                 DRAINING --every share quiet--> ENDED (ReceiveFailed)
+        +--> ENDED (ReceiveFailed)
+
+A *share* is what one prefill rank owes an attempt. It is *quiet* when no WRITE of that rank
+for this attempt can land any more: it said `Cancelled`, or it was fenced, or everything it
+owed has landed (a prefill rank never posts the same tokens of an attempt twice). The pin on
+the blocks goes exactly when every share is quiet, never on a timeout (promise 1).
+
+`ATTEMPT_MOVES` is the whole transition table; leaving it is a defect of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from neuron_push.commands import Receive
+from neuron_push.errors import ProtocolError
+from neuron_push.plan import Blocks
+from neuron_push.protocol import Register
+from neuron_push.rendezvous.landing import Landing
+from neuron_push.rendezvous.links import Link
+from neuron_push.rendezvous.ranges import RangeSet
+
+
+class AttemptState(Enum):
+    """Where a decode attempt stands."""
+
+    CONNECTING = "connecting"
+    WAITING = "waiting"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+ATTEMPT_MOVES = {
+    AttemptState.CONNECTING: {AttemptState.WAITING, AttemptState.ENDED},
+    AttemptState.WAITING: {AttemptState.DRAINING, AttemptState.ENDED},
+    AttemptState.DRAINING: {AttemptState.ENDED},
+    AttemptState.ENDED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one prefill rank owes an attempt."""
+
+    link: Link
+    answered: bool = False
+    quiet: bool = False
+    landed: RangeSet = field(default_factory=RangeSet)
+    landing: Landing = field(default_factory=Landing)  # of a staged share
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One registration of one request, on this decode rank."""
+
+    command: Receive
+    began: float
+    deadline: float
+    state: AttemptState = AttemptState.CONNECTING
+    shares: dict[int, Share] = field(default_factory=dict)
+    register: Register | None = None  # but for the link
+    reason: str = ""
+    reported: bool = False
+    announced: bool = False  # bytes are on the way: poll quickly
+    send_at: float = 0.0
+    wait: float = 0.0
+
+    def move(self, state: AttemptState) -> None:
+        if state not in ATTEMPT_MOVES[self.state]:
+            raise ProtocolError(f"attempt {self.command.attempt}: {self.state} -> {state}")
+        self.state = state
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """The reserved blocks, group by group."""
+        lists = zip(self.command.first, self.command.blocks, strict=True)
+        return tuple(Blocks(first, np.asarray(ids, np.int32)) for first, ids in lists)
+
+    @property
+    def draining(self) -> bool:
+        """Whether nobody wants its bytes any more."""
+        return self.state is AttemptState.DRAINING
+
+    @property
+    def unpacking(self) -> bool:
+        """Whether its blocks are being written by ourselves."""
+        return any(share.landing.running for share in self.shares.values())
+
+    @property
+    def wants_nothing(self) -> bool:
+        return self.command.start == self.command.stop
