@@ -139,7 +139,7 @@ class Core:
     @property
     def tempo(self) -> Tempo:
         """How soon the driver should look again."""
-        if self.producer.writing or self.consumer.landings.busy:
+        if self.producer.writes or self.consumer.landings.busy:
             return "busy"
         if self.consumer.announced:
             return "announced"
@@ -293,7 +293,7 @@ class Core:
                 self._lose(link, event.reason, now)
 
     def _write_ended(self, event: WriteEnded, now: float) -> None:
-        sending = self.producer.of_write(event.write)
+        sending = self.producer.writes.sending(event.write)
         self.producer.write_ended(event, now)
         if event.outcome == "broken" and sending is not None:
             self._lose(sending.link, event.reason, now)

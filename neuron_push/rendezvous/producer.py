@@ -19,14 +19,12 @@ pin goes when no WRITE reads its blocks and none will (promise 2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from neuron_push.errors import ProtocolError
-from neuron_push.geometry import Geometry
 from neuron_push.plan import Blocks
 from neuron_push.protocol import Match, Register
 from neuron_push.rendezvous.links import Link
@@ -157,84 +155,6 @@ class Sending:
         return (start, end) if start < end else None
 
 
-class Sources:
-    """The prompts of this rank, by number and by what a registration may call them."""
-
-    def __init__(self) -> None:
-        self._by_number: dict[int, Source] = {}
-        self._by_key: dict[tuple[str, ...], dict[int, Source]] = {}
-
-    def __iter__(self) -> Iterator[Source]:
-        return iter(list(self._by_number.values()))
-
-    def __len__(self) -> int:
-        return len(self._by_number)
-
-    def get(self, number: int) -> Source | None:
-        return self._by_number.get(number)
-
-    def add(self, source: Source) -> None:
-        self._by_number[source.number] = source
-        for key in keys(source.match):
-            self._by_key.setdefault(key, {})[source.number] = source
-
-    def hide(self, source: Source) -> None:
-        """No registration finds it any more."""
-        for key in keys(source.match):
-            entries = self._by_key.get(key, {})
-            entries.pop(source.number, None)
-            if not entries:
-                self._by_key.pop(key, None)
-
-    def remove(self, source: Source) -> bool:
-        """Forget it; False if that was done before."""
-        self.hide(source)
-        return self._by_number.pop(source.number, None) is not None
-
-    def find(self, wanted: Match, link: Link) -> Source | None:
-        """Among equal prompts, prefer the same request, then one this rank does not use yet."""
-        found = [
-            source
-            for key in keys(wanted)
-            for source in self._by_key.get(key, {}).values()
-            if matches(wanted, source.match)
-        ]
-        return min(
-            found,
-            key=lambda source: (
-                source.match.base != wanted.base,
-                (link.engine, link.rank) in source.served
-                or any(other.link is link for other in source.sendings),
-                source.number,
-            ),
-            default=None,
-        )
-
-
-def keys(match: Match) -> list[tuple[str, ...]]:
-    """Index keys of a prompt: by dispatch, and by request id."""
-    digest = match.fingerprint.hex()
-    named: list[tuple[str, ...]] = []
-    if match.transfer:
-        named.append(("transfer", match.transfer, digest))
-    if match.base:
-        named.append(("base", match.base, digest))
-    return named
-
-
-def matches(wanted: Match, offered: Match) -> bool:
-    """Whether a registration means this prompt.
-
-    The router's id decides if both legs carry one, so that a retry never meets the prompt of
-    an earlier dispatch; else the request id does. The prompt itself must be the same.
-    """
-    if (wanted.fingerprint, wanted.tokens) != (offered.fingerprint, offered.tokens):
-        return False
-    if wanted.transfer and offered.transfer:
-        return wanted.transfer == offered.transfer
-    return bool(wanted.base) and wanted.base == offered.base
-
-
 def extend(groups: list[Blocks], group: int, first: int, ids: list[int]) -> None:
     """Append newly settled blocks to a source's list, or replace it if they do not follow."""
     added = np.asarray(ids, dtype=np.int32)
@@ -244,15 +164,3 @@ def extend(groups: list[Blocks], group: int, first: int, ids: list[int]) -> None
         groups[group] = Blocks(groups[group].first, np.concatenate([groups[group].ids, added]))
     elif added.size:
         groups[group] = Blocks(first, added)
-
-
-def bytes_per_token(geometry: Geometry) -> int:
-    """Bytes that one token takes on one rank, over all groups and layers."""
-    total = 0
-    for group in geometry.groups:
-        for plane in group.planes:
-            if plane.page_bytes:
-                total += plane.page_bytes // group.page_tokens
-            else:
-                total += plane.width * geometry.element_bytes * max(1, len(group.heads))
-    return total

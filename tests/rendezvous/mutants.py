@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from neuron_push.commands import Unpinned
 from neuron_push.protocol import Cancelled, Moved, Return
-from neuron_push.rendezvous import consumer, fence, landing, links, producer, ranges, sender
+from neuron_push.rendezvous import (
+    consumer,
+    fence,
+    landing,
+    links,
+    producer,
+    ranges,
+    sender,
+    writes,
+)
 from neuron_push.rendezvous.attempt import Attempt, AttemptState
 from neuron_push.rendezvous.events import Tell
 
@@ -179,26 +188,26 @@ def unpin_while_unpacking(patch):
 def reuse_a_packed_slab_at_once(patch):
     """Prefill packs into a slab whose WRITE is still in flight."""
 
-    def post(self, sending, start, stop, now, *, own=-1, original=sender.Producer._post, **rest):
+    def post(self, sending, start, stop, now, *, own=-1, original=writes.Writes.post, **rest):
         original(self, sending, start, stop, now, own=-1, **rest)
         if own >= 0:
             self._context.slabs.give(own)
 
-    patch.setattr(sender.Producer, "_post", post)
+    patch.setattr(writes.Writes, "post", post)
 
 
 def write_into_a_slab_without_a_grant(patch):
     """Prefill uses the slab of its last grant again instead of asking."""
 
-    def advance(self, sending, now, original=sender.Producer._advance):
+    def advance(self, sending, now, original=writes.Writes.advance):
         original(self, sending, now)
         for number, want in list(sending.wants.items()):
             if sending.pieces and sending.link.slabs is not None and not sending.writes:
                 del sending.wants[number]
                 slab = sending.link.slabs.slab(0)
-                self._post(sending, want.start, want.stop, now, slab=slab, piece=number)
+                self.post(sending, want.start, want.stop, now, slab=slab, piece=number)
 
-    patch.setattr(sender.Producer, "_advance", advance)
+    patch.setattr(writes.Writes, "advance", advance)
 
 
 def return_a_slab_whose_write_is_under_way(patch):

@@ -113,7 +113,7 @@ FLEET = ("P0", "P1", "D0", "D1")
 def enter_attempt(story, state):
     """Bring the story's attempt into a state."""
     if state is AttemptState.DRAINING:
-        story.until(lambda: story.producer.writing)
+        story.until(lambda: story.producer.writes)
         story.abandon()
     story.until(lambda: story.attempt_state() is state)
 
@@ -121,14 +121,14 @@ def enter_attempt(story, state):
 def enter_sending(story, state):
     """Bring the story's sending into a state."""
     if state is SendingState.STOPPING:
-        story.until(lambda: story.producer.writing)
+        story.until(lambda: story.producer.writes)
         story.abandon()
     story.until(lambda: story.sending_state() is state)
 
 
 def enter_rotation(story, side, phase):
     """Lose the link with WRITEs in flight, and stop in a phase of the rotation that follows."""
-    story.until(lambda: story.producer.writing)
+    story.until(lambda: story.producer.writes)
     # A rotation has just begun, so that the next one must wait.
     generations = side.processes[0].core.generations
     if phase == "wanted":

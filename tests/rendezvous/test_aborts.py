@@ -72,9 +72,9 @@ def test_a_story_without_misfortune_is_received():
 
 def test_an_abort_with_a_write_in_flight_gives_blocks_back_when_it_drains():
     story = Story()
-    story.until(lambda: story.producer.writing)
+    story.until(lambda: story.producer.writes)
     story.abandon()
-    story.until(lambda: not story.producer.writing)
+    story.until(lambda: not story.producer.writes)
     drained = story.world.now
     story.until(lambda: not story.decode.holder)
     assert story.world.now - drained < 0.1

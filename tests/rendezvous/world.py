@@ -172,7 +172,7 @@ class World:
             "attempts": list(core.consumer.attempts.values()),
             "sendings": list(core.producer.sendings.values()),
             "sources": list(core.producer.sources),
-            "writes": core.producer.writing,
+            "writes": core.producer.writes,
             "rotation": core.generations.pending,
             "sessions": [link for link in core.links if link.sessions],
             "generations": len(process.open) != 1,

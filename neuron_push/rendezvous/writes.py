@@ -1,0 +1,137 @@
+"""The WRITEs of a prefill rank: what is posted next, through which slabs, and what is in flight.
+
+    direct:    settled --> WRITE into the registered blocks
+    packed:    settled --> slab of ours free --> packed, and WRITE from it
+    unpacked:  settled --Need--> (Grant) --> WRITE into the decode rank's slab
+
+A slab of ours is given back when its WRITE is not in flight any more; a granted one belongs to
+its WRITE alone (landing.py has the decode side).
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from neuron_push.geometry import Region
+from neuron_push.protocol import Done, Need, Soon
+from neuron_push.rendezvous.events import Post
+from neuron_push.rendezvous.links import Context
+from neuron_push.rendezvous.producer import Sending, Want, Write
+from neuron_push.transport import WriteId
+
+
+class Writes:
+    """All WRITEs in flight, and the slabs that the next ones wait for."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._numbers = count(1)
+        self._pieces = count(1)
+        self._in_flight: dict[WriteId, Sending] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._in_flight)
+
+    def sending(self, number: WriteId) -> Sending | None:
+        """The sending that a WRITE in flight belongs to."""
+        return self._in_flight.get(number)
+
+    def advance(self, sending: Sending, now: float) -> None:
+        """Post what is settled and not posted, up to the WRITEs allowed in flight."""
+        assert sending.link.plan is not None
+        way = sending.link.plan.way
+        while len(sending.writes) + len(sending.wants) < self._context.config.writes_in_flight:
+            piece = sending.next_piece()
+            if piece is None:
+                return
+            if way == "packed":
+                # One slab at a time, so that transfers take turns.
+                self._context.slabs.ask(
+                    ("pack", sending.key), lambda slab, now: self._pack(sending, slab, now)
+                )
+                return
+            if way == "unpacked":
+                number = next(self._pieces)
+                sending.wants[number] = Want(*piece, now)
+                self._context.send(sending.link, Need(sending.register.attempt, number))
+            else:
+                self.post(sending, *piece, now)
+
+    def _pack(self, sending: Sending, slab: int, now: float) -> bool:
+        """A slab of ours is free: use it for the next piece, if there still is one."""
+        slabs, piece = self._context.identity.slabs, sending.next_piece()
+        if slabs is None or piece is None:
+            return False
+        self.post(sending, *piece, now, slab=slabs.slab(slab), own=slab)
+        self.advance(sending, now)
+        return True
+
+    def post(
+        self,
+        sending: Sending,
+        start: int,
+        stop: int,
+        now: float,
+        *,
+        slab: Region | None = None,
+        own: int = -1,
+        piece: int = 0,
+    ) -> None:
+        """WRITE into the registered blocks, or by way of a slab: `own` is its number, if ours."""
+        link, source, attempt = sending.link, sending.source, sending.register.attempt
+        assert source is not None and link.plan is not None
+        number = WriteId(next(self._numbers))
+        self.announce(sending)
+        sending.started = sending.started or now
+        sending.posted.add(start, stop)
+        write = Write(start, stop, source, link.generation, link.agent, now, slab=own)
+        sending.writes[number] = write
+        self._in_flight[number] = sending
+        source.writes += 1
+        route = (link.generation, link.agent)
+        link.writes[route] = link.writes.get(route, 0) + 1
+        self._context.act(
+            Post(
+                number,
+                link.generation,
+                link.agent,
+                link.plan,
+                link.geometry,
+                tuple(source.blocks),
+                sending.blocks,
+                Done(attempt, start, stop, piece=piece),
+                slab,
+                last=stop == sending.register.stop,
+            )
+        )
+
+    def drained(self, sending: Sending, number: WriteId) -> Write:
+        """One WRITE is not in flight any more."""
+        write = sending.writes.pop(number)
+        self._in_flight.pop(number, None)
+        write.source.writes -= 1
+        if write.slab >= 0:
+            self._context.slabs.give(write.slab)
+        route = (write.generation, write.agent)
+        sending.link.writes[route] -= 1
+        if not sending.link.writes[route]:
+            del sending.link.writes[route]
+        return write
+
+    def announce(self, sending: Sending) -> None:
+        """Say once that bytes are about to arrive."""
+        if not sending.soon:
+            sending.soon = True
+            self._context.send(sending.link, Soon(sending.register.attempt))
+
+    def forget_slabs(self, sending: Sending) -> None:
+        """Use no slab that is still to come: grants under way go back when they arrive."""
+        sending.wants.clear()
+        self._context.slabs.drop(("pack", sending.key))
+
+    def repeat_needs(self, sending: Sending, now: float) -> None:
+        """Ask again for slabs that were not granted."""
+        for number, want in sending.wants.items():
+            if now - want.asked >= self._context.config.resend_most:
+                want.asked = now
+                self._context.send(sending.link, Need(sending.register.attempt, number))
