@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from neuron_push.config import Config
-from neuron_push.errors import PeerError
-from neuron_push.geometry import Geometry
-from neuron_push.plan import Blocks, StagedPlan, decode_runs
-from neuron_push.protocol import MAX_BLOCKS, Register
-from neuron_push.rendezvous.links import Link
+from neuron_push.errors import PeerError, PlanError
+from neuron_push.geometry import Geometry, check
+from neuron_push.plan import Ask, Blocks, Means, Plan, StagedPlan, decide, decode_runs
+from neuron_push.protocol import MAX_BLOCKS, Hello, Register, Slabs
+from neuron_push.rendezvous.links import Context, Link, owns
 from neuron_push.rendezvous.producer import Sending
+from neuron_push.rendezvous.routes import check_slabs
 
 # Largest grain at which a transfer is cut: the least common multiple of all block sizes,
 # unless that is absurd; then a prompt travels in one piece.
@@ -18,7 +19,35 @@ ONE_PIECE = 1 << 40
 MOST_PATIENCE = 86_400.0
 
 
-def admit(link: Link, message: Register, config: Config, now: float) -> Sending:
+def admit_hello(hello: Hello, context: Context) -> Plan | str:
+    """The plan for a decode rank, or the reason why it cannot be served."""
+    me = context.identity
+    differences = me.semantics.differences(hello.semantics)
+    if differences:
+        return "the engines differ: " + "; ".join(differences)
+    if not owns(hello.engine, hello.rank, hello.incarnation, hello.agent):
+        return f"{hello.agent!r} is not an agent of rank {hello.rank} of {hello.engine}"
+    if not context.agent:
+        return "this rank is still starting"
+    try:
+        check(hello.geometry)
+        check_slabs(hello.slabs, hello.geometry)
+        return decide(me.geometry, hello.geometry, Ask(hello.ask), _means(context, hello.slabs))
+    except PlanError as error:
+        return str(error)
+
+
+def _means(context: Context, theirs: Slabs | None) -> Means:
+    """What both sides can do; `theirs` are a decode rank's slabs."""
+    ours = context.identity.slabs
+    return Means(
+        prefill_slab=ours.slab_bytes if ours else 0,
+        decode_slab=theirs.slab_bytes if theirs else 0,
+        min_run=context.config.min_run,
+    )
+
+
+def admit_register(link: Link, message: Register, config: Config, now: float) -> Sending:
     """The sending that a registration asks for; raises PeerError or PlanError if it is unfit."""
     blocks = _blocks(link.geometry, message)
     grain, most = _cut(link, config)

@@ -12,9 +12,7 @@ from typing import Any, Literal
 
 from neuron_push.commands import Abandon, Near, Offer, Receive, Retire, Settle
 from neuron_push.config import Config
-from neuron_push.errors import PlanError, ProtocolError
-from neuron_push.geometry import check
-from neuron_push.plan import Ask, Means, Plan, decide
+from neuron_push.errors import ProtocolError
 from neuron_push.protocol import (
     Alive,
     Cancel,
@@ -22,7 +20,6 @@ from neuron_push.protocol import (
     Done,
     Failed,
     Grant,
-    Hello,
     Move,
     Moved,
     Need,
@@ -31,10 +28,10 @@ from neuron_push.protocol import (
     Registered,
     Return,
     Side,
-    Slabs,
     Soon,
     Welcome,
 )
+from neuron_push.rendezvous.admission import admit_hello
 from neuron_push.rendezvous.consumer import Consumer
 from neuron_push.rendezvous.events import (
     Action,
@@ -53,8 +50,8 @@ from neuron_push.rendezvous.events import (
     WriteEnded,
 )
 from neuron_push.rendezvous.fence import Generations
-from neuron_push.rendezvous.links import Context, Identity, Link, Links, owns
-from neuron_push.rendezvous.routes import Routes, Verdict, check_slabs
+from neuron_push.rendezvous.links import Context, Identity, Link, Links
+from neuron_push.rendezvous.routes import Routes, Verdict
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
 
@@ -72,6 +69,7 @@ SENDERS: dict[type, Side] = {
     Return: "prefill",
     Grant: "decode",
 }
+FROM_PREFILL = tuple(kind for kind, side in SENDERS.items() if side == "prefill")
 
 
 class Core:
@@ -104,15 +102,9 @@ class Core:
             Unpacked: lambda event, now: self.consumer.unpacked(event, now),
         }
         self._messages: dict[type, Callable[[Link, Any, float], None]] = {
+            **dict.fromkeys(FROM_PREFILL, self.consumer.on_message),
             Register: self._register,
             Cancel: self.producer.on_cancel,
-            Registered: self.consumer.on_message,
-            Soon: self.consumer.on_message,
-            Done: self.consumer.on_message,
-            Failed: self.consumer.on_message,
-            Cancelled: self.consumer.on_message,
-            Need: self.consumer.on_message,
-            Return: self.consumer.on_message,
             Grant: self.producer.on_grant,
             Alive: lambda link, message, now: self.links.on_alive(link, message),
             Move: self._moved_peer,
@@ -198,7 +190,7 @@ class Core:
         """A decode rank wants a link: check that we can serve it, and replace its old one."""
         hello, context = event.hello, self._context
         agent = AgentName(hello.agent)
-        plan = self._admit(hello)
+        plan = admit_hello(hello, context)
         if isinstance(plan, str):
             context.count("handshake_failures")
             context.note(f"hello of rank {hello.rank} of {hello.engine} refused: {plan}")
@@ -219,32 +211,6 @@ class Core:
         welcome = Welcome(me.engine, me.rank, me.incarnation, context.agent, context.metadata,
                           plan.way)  # fmt: skip
         context.act(Answer(event.token, welcome, context.generation, hello.metadata))
-
-    def _admit(self, hello: Hello) -> Plan | str:
-        """The plan for a decode rank, or the reason why it cannot be served."""
-        me = self._context.identity
-        differences = me.semantics.differences(hello.semantics)
-        if differences:
-            return "the engines differ: " + "; ".join(differences)
-        if not owns(hello.engine, hello.rank, hello.incarnation, hello.agent):
-            return f"{hello.agent!r} is not an agent of rank {hello.rank} of {hello.engine}"
-        if not self._context.agent:
-            return "this rank is still starting"
-        try:
-            check(hello.geometry)
-            check_slabs(hello.slabs, hello.geometry)
-            return decide(me.geometry, hello.geometry, Ask(hello.ask), self._means(hello.slabs))
-        except PlanError as error:
-            return str(error)
-
-    def _means(self, theirs: Slabs | None) -> Means:
-        """What both sides can do; `theirs` are a decode rank's slabs."""
-        ours = self._context.identity.slabs
-        return Means(
-            prefill_slab=ours.slab_bytes if ours else 0,
-            decode_slab=theirs.slab_bytes if theirs else 0,
-            min_run=self._context.config.min_run,
-        )
 
     def _lose(self, link: Link, reason: str, now: float) -> None:
         """A link is over: fail what depends on it, and fence it if bytes may be on the way."""

@@ -14,7 +14,7 @@ from neuron_push.protocol import (
     Return,
     clip,
 )
-from neuron_push.rendezvous.admission import admit
+from neuron_push.rendezvous.admission import admit_register
 from neuron_push.rendezvous.events import Tell, WriteEnded
 from neuron_push.rendezvous.links import Context, Link, Links
 from neuron_push.rendezvous.producer import Sending, SendingState, Source, extend
@@ -100,7 +100,7 @@ class Producer:
             self._context.send(link, Failed(message.attempt, OVER))
             return
         try:
-            sending = admit(link, message, self._context.config, now)
+            sending = admit_register(link, message, self._context.config, now)
         except (PeerError, PlanError) as error:
             self._context.count("rejected_messages", label="Register")
             link.over.add(message.attempt)
