@@ -21,7 +21,8 @@ from neuron_push.processes import HOST
 REST = 40.0
 # Reported counts: of all ranks together, and of one that stands for all.
 _SUMMED = ("wrong_rows", "writes_early", "writes_late", "bytes_checked")
-_FIRST = ("context_tokens", "prefill_tokens", "steps", "modelled_seconds", "own_seconds")
+_TIMES = ("modelled_seconds", "own_seconds", "late_seconds")
+_FIRST = ("context_tokens", "prefill_tokens", "steps", *_TIMES)
 COUNTS = _SUMMED + _FIRST
 # What an engine says when it will not work with another one.
 READABLE = re.compile(r"KV not received: (.*refused.*)")

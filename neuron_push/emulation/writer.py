@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,7 +77,7 @@ class Writer:
         self._queue: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._last: Step | None = None
         self._free_at = 0.0  # when the device has ended its last step
-        self._pace = 0.0  # own seconds per token, smoothed
+        self._pace = 0.0  # seconds of work per token, smoothed
         self.open_window = False  # a step has ended and none was launched since
         self._thread = threading.Thread(target=self._run, name="emulated-device", daemon=True)
 
@@ -133,15 +134,15 @@ class Writer:
         modelled = self._costs.step(tokens - decodes, decodes)
         end = max(step.launched, self._free_at) + modelled
         clock.sleep_until(end - self._pace * tokens)
-        begun = clock.now()
+        begun, worked = clock.now(), time.thread_time()
         self._meddle("before", step)
         new = [_new_slots(piece) for piece in step.pieces]
         self._oracle.fill(_join(new))
         self._meddle("written", step)
         self._draw(step, new)
         self._meddle("drawn", step)
-        own = clock.now() - begun
-        self._pace += 0.2 * (own / max(1, tokens) - self._pace)
+        own = time.thread_time() - worked
+        self._pace += 0.2 * ((clock.now() - begun) / max(1, tokens) - self._pace)
         clock.sleep_until(end)
         self._free_at = clock.now()
         step.written.set()

@@ -30,14 +30,16 @@ def test_the_work_of_emulation_is_measured():
 
 
 def test_a_benchmark_is_refused_when_emulation_costs_too_much():
-    summary = {"name": "d-0", "own_seconds": 0.19, "modelled_seconds": 1.0}
+    summary = {"name": "d-0", "own_seconds": 0.19, "late_seconds": 0.2, "modelled_seconds": 1.0}
     assert unfit(summary) == ""
     assert "more than 20%" in unfit({**summary, "own_seconds": 0.21})
-    assert unfit({**summary, "own_seconds": 0.0, "modelled_seconds": 0.0}) == ""
+    assert "0.210 s late" in unfit({**summary, "late_seconds": 0.21})
+    nothing = {"own_seconds": 0.0, "late_seconds": 0.0, "modelled_seconds": 0.0}
+    assert unfit({**summary, **nothing}) == ""
 
 
 def test_timed_engines_must_model_time_and_all_be_fit():
-    good = {"name": "p-0", "own_seconds": 0.1, "modelled_seconds": 1.0}
+    good = {"name": "p-0", "own_seconds": 0.1, "late_seconds": 0.0, "modelled_seconds": 1.0}
     assert timed([good, good]) == []
     bad = {**good, "name": "d-0", "own_seconds": 0.5}
     none = {**good, "name": "d-1", "own_seconds": 0.0, "modelled_seconds": 0.0}
