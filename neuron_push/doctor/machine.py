@@ -35,6 +35,7 @@ class Point(NamedTuple):
     name: str
     target: str
     distribution: str
+    version: str = ""
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Machine:
     def points(self, group: str) -> list[Point]:
         """Entry points of a group, from every distribution, doubles included."""
         return [
-            Point(point.name, point.value, distribution.metadata["Name"])
+            Point(point.name, point.value, distribution.metadata["Name"], distribution.version)
             for distribution in importlib.metadata.distributions()
             for point in distribution.entry_points
             if point.group == group

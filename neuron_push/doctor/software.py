@@ -95,6 +95,9 @@ def plugin(machine: Machine) -> Iterator[Finding]:
             "kv_connector_module_path",
         )
         return
+    # A source folder installed in place lists its own version a second time when it is the
+    # working directory.
+    points = list(dict.fromkeys(points))
     if len(points) > 1:
         yield warning(
             "plugin.found",
