@@ -158,11 +158,11 @@ class TransferThread:
         driver: Driver | None = None
         try:
             driver = self._make_driver()
-            self._idle_poll.register(int(driver.server.socket.get(zmq.FD)), select.POLLIN)
+            self._idle_poll.register(int(driver.side.server.socket.get(zmq.FD)), select.POLLIN)
             self._act(driver, [Open(1)])
             while driver.events:
                 self._handle(driver, driver.events.popleft())
-            self._ready.set_result(driver.server.address)
+            self._ready.set_result(driver.side.server.address)
             self._loop(driver)
         except BaseException as error:  # noqa: BLE001  told to whoever asks
             self._fail(error)
@@ -255,20 +255,20 @@ class TransferThread:
     def _await(self, driver: Driver, milliseconds: int) -> None:
         """Wait for a descriptor. Idle threads wake 50 times a second, so this must be cheap.
 
-        ZeroMQ's descriptor is edge-triggered: `driver.asked` says that the server's socket is to
-        be emptied.
+        ZeroMQ's descriptor is edge-triggered: `asked` says that the server's socket is to be
+        emptied.
         """
-        sockets = driver.client.sockets
+        sockets = driver.side.client.sockets
         if sockets:  # questions are open, which is rare
             poller = zmq.Poller()
-            for each in (self._wake, driver.server.socket, *sockets):
+            for each in (self._wake, driver.side.server.socket, *sockets):
                 poller.register(each, zmq.POLLIN)
             woken = bool(poller.poll(milliseconds))
-            driver.asked = True
+            driver.side.asked = True
         else:
             ready = [descriptor for descriptor, _ in self._idle_poll.poll(milliseconds)]
             woken = self._wake in ready
-            driver.asked = driver.asked or len(ready) > woken
+            driver.side.asked = driver.side.asked or len(ready) > woken
         if woken:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)

@@ -13,7 +13,7 @@ import pytest
 from neuron_push.rendezvous.core import Core
 from neuron_push.rendezvous.events import Closed
 from neuron_push.rendezvous.fence import Generations
-from neuron_push.transfer.driver import Driver
+from neuron_push.transfer.agents import Agents
 from tests.hostile.scene import HIT, LARGE, half_landed, meets_again, transfer
 
 pytestmark = pytest.mark.real_nixl
@@ -38,9 +38,9 @@ def deregister_only(monkeypatch):
     def close(self, action, now):
         transport = self._transports[action.generation]
         transport._deregister(transport._agent)
-        self.events.append(Closed(action.generation))
+        self._events.append(Closed(action.generation))
 
-    monkeypatch.setattr(Driver, "_close", close)
+    monkeypatch.setattr(Agents, "close", close)
 
 
 def unpin_at_loss(monkeypatch):

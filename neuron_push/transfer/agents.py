@@ -1,0 +1,203 @@
+"""The agents of one rank, one transport per generation, and the WRITEs that pass through them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from neuron_push.errors import NeuronPushError, PeerError, PlanError, TransportError
+from neuron_push.protocol import decode_notification, encode
+from neuron_push.rendezvous import Identity
+from neuron_push.rendezvous.events import (
+    Close,
+    Closed,
+    Event,
+    Forget,
+    Garbage,
+    Load,
+    Notified,
+    Notify,
+    Open,
+    Opened,
+    Post,
+    Unpack,
+    Unreachable,
+    WriteEnded,
+)
+from neuron_push.transfer.stager import Stager, bound, failed
+from neuron_push.transfer.tally import Tally
+from neuron_push.transport import AgentName, Transport, TransportFactory, WriteId
+
+logger = logging.getLogger(__name__)
+
+
+class Agents:
+    """What a driver does through NIXL; outcomes are appended to `events`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        open_transport: TransportFactory,
+        stager: Stager,
+        tally: Tally,
+        events: deque[Event],
+    ) -> None:
+        self._identity = identity
+        self._open_transport = open_transport
+        self._stager = stager
+        self._tally = tally
+        self._events = events
+        self._transports: dict[int, Transport] = {}
+        self._writes: dict[WriteId, Transport] = {}
+
+    def poll(self) -> None:
+        """Collect messages and what has ended."""
+        self.progress()
+        self._poll_writes()
+        self._poll_stager()
+
+    def destroy(self) -> None:
+        """Close every generation."""
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+
+    # ------------------------------------------------------------------ generations
+
+    def open(self, action: Open, now: float) -> None:
+        """A new generation: an agent of its own."""
+        name = self._identity.agent(action.generation)
+        me = self._identity
+        regions = (*me.geometry.regions, *([me.slabs.region] if me.slabs else []))
+        transport = self._open_transport(name, regions)
+        self._transports[action.generation] = transport
+        self._events.append(Opened(action.generation, name, transport.metadata()))
+
+    def close(self, action: Close, now: float) -> None:
+        """A generation ends: nothing passes through its agent when this returns."""
+        transport = self._transports.pop(action.generation)
+        self._stager.finish(action.generation)
+        transport.close()
+        for write in [w for w, through in self._writes.items() if through is transport]:
+            del self._writes[write]
+        self._events.append(Closed(action.generation))
+
+    def load(self, action: Load, now: float) -> None:
+        """Make a generation know a peer's agent; a peer that cannot be known is unreachable."""
+        try:
+            self.add_peer(action.generation, action.agent, action.metadata)
+        except NeuronPushError as error:
+            self._events.append(Unreachable(action.agent, str(error)))
+
+    def add_peer(self, generation: int, agent: AgentName, metadata: bytes) -> None:
+        """Make a generation know a peer's agent; raises NeuronPushError if it cannot."""
+        transport = self._transports.get(generation)
+        if transport is None:
+            raise TransportError(f"generation {generation} is closed")
+        name = transport.add_peer(metadata)
+        if name != agent:
+            transport.remove_peer(name)
+            raise PeerError(f"the metadata of {agent} names {name}")
+
+    def forget(self, action: Forget, now: float) -> None:
+        """A generation need not know a peer's agent any more."""
+        transport = self._transports.get(action.generation)
+        if transport is not None:
+            try:
+                transport.remove_peer(action.agent)
+            except TransportError as error:
+                logger.debug("forgetting %s: %s", action.agent, error)
+
+    # ------------------------------------------------------------------ messages
+
+    def notify(self, action: Notify, now: float) -> None:
+        """Send one message."""
+        transport = self._transports.get(action.generation)
+        if transport is None:
+            return
+        try:
+            transport.notify(action.agent, encode(action.message))
+        except TransportError as error:
+            self._events.append(Unreachable(action.agent, str(error)))
+
+    def progress(self) -> None:
+        """Let the transports move bytes that peers send, and take their messages."""
+        for transport in list(self._transports.values()):
+            for agent, payload in transport.notifications():
+                try:
+                    self._events.append(Notified(agent, decode_notification(payload)))
+                except PeerError as error:
+                    logger.warning("from %s: %s", agent, error)
+                    self._events.append(Garbage(agent, str(error)))
+
+    # ------------------------------------------------------------------ WRITEs
+
+    def post(self, action: Post, now: float) -> None:
+        """Start a WRITE, packed first if its plan says so."""
+        if action.plan.way == "packed":
+            self._move(self._stager.pack, action)
+        else:
+            self._write(action)
+
+    def unpack(self, action: Unpack, now: float) -> None:
+        """Bring a piece from its slab to its blocks."""
+        self._move(self._stager.unpack, action)
+
+    def _move(self, start: Callable[[Any], None], action: Post | Unpack) -> None:
+        """Start packing or unpacking; what cannot be started fails its own transfer."""
+        try:
+            start(action)
+        except Exception as error:  # noqa: BLE001  a device's runtime may raise anything
+            self._events.append(failed(action, error))
+        self._poll_stager()
+
+    def _poll_stager(self) -> None:
+        for ended in self._stager.poll():
+            if isinstance(ended, Post):
+                self._write(ended)
+            else:
+                self._events.append(ended)
+
+    def _write(self, action: Post) -> None:
+        done, transport = action.done, self._transports.get(action.generation)
+        try:
+            if transport is None:
+                raise PlanError(f"generation {action.generation} is closed")
+            copies, source, destination = bound(action, self._identity.geometry)
+        except NeuronPushError as error:
+            self._events.append(WriteEnded(action.write, "unposted", str(error)))
+            return
+        done = msgspec.structs.replace(done, nbytes=copies.nbytes, copies=len(source))
+        self._tally.add("bytes", copies.nbytes)
+        self._tally.add("copies", len(source))
+        self._tally.add("transfer_copies_size", len(source))
+        payload = encode(done)
+        try:
+            if not len(source):  # a window that holds none of these tokens
+                transport.notify(action.agent, payload)
+                self._events.append(WriteEnded(action.write, "done"))
+                return
+            memory = (
+                self._identity.geometry.regions[0].memory,
+                action.destination.regions[0].memory,
+            )
+            transport.post(action.write, action.agent, source, destination, memory, payload)
+        except TransportError as error:
+            self._events.append(WriteEnded(action.write, "broken", str(error)))
+            return
+        self._writes[action.write] = transport
+
+    def _poll_writes(self) -> None:
+        for write, transport in list(self._writes.items()):
+            try:
+                if transport.poll(write) == "pending":
+                    continue
+            except TransportError as error:
+                self._events.append(WriteEnded(write, "broken", str(error)))
+            else:
+                self._events.append(WriteEnded(write, "done"))
+            del self._writes[write]
