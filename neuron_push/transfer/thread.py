@@ -7,17 +7,12 @@ it says so, fails what is pending and keeps every pin.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-
-import zmq
 
 from neuron_push.accelerator import Fence
 from neuron_push.commands import (
@@ -37,6 +32,7 @@ from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous.events import Action, Event, Notified, Open, Unreachable
 from neuron_push.tracing import Ring
 from neuron_push.transfer.driver import Driver
+from neuron_push.transfer.pause import Pause
 from neuron_push.transfer.tally import Tally
 from neuron_push.transfer.tracer import Tracer
 from neuron_push.transform import Mover
@@ -47,11 +43,6 @@ logger = logging.getLogger(__name__)
 TICK = 0.005
 # Only leases run while nothing is under way, and they need no better.
 IDLE_TICK = 0.1
-# While a WRITE is in flight: look again at once some times, then sleep ever longer.
-EAGER = 20
-LONGEST_BUSY_SLEEP = 0.0002
-# Progress calls per wake-up while bytes arrive, so that a socket is emptied and not sipped.
-BURST = 16
 
 
 class TransferThread:
@@ -67,7 +58,6 @@ class TransferThread:
         make_mover: Callable[[], Mover] | None = None,
     ) -> None:
         self.tally = Tally()
-        self._config = config
         self._identity = identity
         self._clock = clock
         self._core = Core(config, identity)
@@ -90,10 +80,7 @@ class TransferThread:
         self._fenced: deque[tuple[Fence | None, tuple[Command, ...]]] = deque()
         self._reports: list[Report] = []
         self._news = threading.Condition()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._asleep = False
-        self._idle_poll = select.poll()
-        self._idle_poll.register(self._wake, select.POLLIN)
+        self._pause = Pause(config, lambda: bool(self._commands or self._fenced))
         self._stop = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="neuron-push", daemon=True)
@@ -116,8 +103,7 @@ class TransferThread:
                 prefill.append(command)
         if prefill:
             self._fenced.append((fence, tuple(prefill)))
-        if self._asleep:
-            os.eventfd_write(self._wake, 1)
+        self._pause.nudge()
 
     def take(self) -> list[Report]:
         """Reports since the last call, in order."""
@@ -142,15 +128,14 @@ class TransferThread:
     def close(self, timeout: float = 10.0) -> None:
         """Stop; every agent is destroyed on return, so memory may be freed. Idempotent."""
         self._stop = True
-        if self._wake < 0:
+        if self._pause.closed:
             return
-        os.eventfd_write(self._wake, 1)
+        self._pause.end()
         if self._thread.ident is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TransportError(f"the transfer thread did not stop within {timeout:g} s")
-        wake, self._wake = self._wake, -1
-        os.close(wake)
+        self._pause.close()
 
     # ------------------------------------------------------------------ thread's side
 
@@ -158,7 +143,7 @@ class TransferThread:
         driver: Driver | None = None
         try:
             driver = self._make_driver()
-            self._idle_poll.register(int(driver.side.server.socket.get(zmq.FD)), select.POLLIN)
+            self._pause.watch(driver.side)
             self._act(driver, [Open(1)])
             while driver.events:
                 self._handle(driver, driver.events.popleft())
@@ -183,7 +168,8 @@ class TransferThread:
                 ticked = now
                 self._act(driver, self._core.tick(now))
             idle = 0 if worked or driver.events else idle + 1
-            self._pause(driver, idle)
+            if idle and not self._stop:
+                self._pause.rest(driver, self._core.tempo, idle, urgent=bool(self._fenced))
 
     def _take_commands(self, driver: Driver) -> bool:
         worked = False
@@ -222,56 +208,6 @@ class TransferThread:
                 self._tracer.did(action, began, self._clock())
         if failures:
             raise failures[0]
-
-    def _pause(self, driver: Driver, idle: int) -> None:
-        """Rest according to how soon something may happen."""
-        tempo = self._core.tempo
-        if idle == 0 or self._stop:
-            return
-        if tempo == "busy" or self._fenced:
-            if idle > EAGER:
-                time.sleep(min(LONGEST_BUSY_SLEEP, 2e-5 * (idle - EAGER)))
-            return
-        config = self._config
-        if tempo == "announced":
-            for _ in range(BURST):
-                driver.progress()
-                if driver.events:
-                    return
-            self._sleep(driver, config.announced_poll)
-        else:
-            self._sleep(driver, config.idle_poll if tempo == "idle" else config.waiting_poll)
-
-    def _sleep(self, driver: Driver, seconds: float) -> None:
-        """Sleep until a command, a side-channel message or the time is up."""
-        self._asleep = True
-        try:
-            if self._commands or self._fenced:
-                return
-            self._await(driver, max(1, round(seconds * 1000)))
-        finally:
-            self._asleep = False
-
-    def _await(self, driver: Driver, milliseconds: int) -> None:
-        """Wait for a descriptor. Idle threads wake 50 times a second, so this must be cheap.
-
-        ZeroMQ's descriptor is edge-triggered: `asked` says that the server's socket is to be
-        emptied.
-        """
-        sockets = driver.side.client.sockets
-        if sockets:  # questions are open, which is rare
-            poller = zmq.Poller()
-            for each in (self._wake, driver.side.server.socket, *sockets):
-                poller.register(each, zmq.POLLIN)
-            woken = bool(poller.poll(milliseconds))
-            driver.side.asked = True
-        else:
-            ready = [descriptor for descriptor, _ in self._idle_poll.poll(milliseconds)]
-            woken = self._wake in ready
-            driver.side.asked = driver.side.asked or len(ready) > woken
-        if woken:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
 
     def _tell(self, report: Report) -> None:
         with self._news:
