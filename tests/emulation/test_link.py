@@ -108,15 +108,15 @@ def test_a_real_transfer_takes_the_modelled_time(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(kit, "factory", lambda backends: linked(factory(backends), SLOW))
     with ExitStack() as stack:
-        config = Config(lease=5.0)
+        config = Config(lease=30.0)
         prefill = kit.build(stack, "P", "producer", config)
         decode = kit.build(stack, "D", "consumer", config)
         kit.fill(prefill)
         nbytes = sum(array[:, [4, 5, 2]].nbytes for array in prefill.kv)
-        decode.thread.submit([kit.receive(prefill)])
+        decode.thread.submit([kit.receive(prefill, patience=30.0)])
         begun = time.monotonic()
         prefill.thread.submit(kit.settled())
-        decode.hears(lambda report: report == Received(1, "r1"))
+        decode.hears(lambda report: report == Received(1, "r1"), within=40.0)
         took = time.monotonic() - begun
         prefill.hears(lambda report: report == Unpinned(71))
         assert took >= SLOW.transfer(nbytes)
