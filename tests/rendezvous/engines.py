@@ -84,8 +84,7 @@ class Engine:
 
     def info(self):
         ranks = tuple(
-            RankInfo(p.rank, p.incarnation, p.address, p.identity.geometry)
-            for p in self.processes
+            RankInfo(p.rank, p.incarnation, p.address, p.identity.geometry) for p in self.processes
         )
         return engine_info(self, self.role, ranks)
 
@@ -145,8 +144,10 @@ class Engine:
         """The engine's own reference goes; what was received must still be there."""
         if not attempt.own:
             return
-        if self.up and len(attempt.reported) == len(self.processes) and all(
-            attempt.reported.values()
+        if (
+            self.up
+            and len(attempt.reported) == len(self.processes)
+            and all(attempt.reported.values())
         ):
             for process in self.processes:
                 self.world.memory.check_received(process, attempt)

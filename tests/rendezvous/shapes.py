@@ -62,8 +62,6 @@ class Shape:
             size = page * BLOCKS * (2 if self.apart else 1)
             regions.append(Region((1 << 30) + index * (1 << 34), size, "DRAM", 0))
             for kind, offset in (("k", 0), ("v", size // 2 if self.apart else WIDTH * ELEMENT)):
-                planes.append(
-                    Plane(layer, kind, index, offset, page, head, token, ELEMENT, WIDTH)
-                )
+                planes.append(Plane(layer, kind, index, offset, page, head, token, ELEMENT, WIDTH))
         group = Group("full", self.block_tokens, self.block_tokens, BLOCKS, heads, tuple(planes))
         return Geometry(tuple(regions), (group,), ELEMENT)
