@@ -71,6 +71,7 @@ class Generations:
         context.generation, context.agent, context.metadata = (
             event.generation, event.agent, event.metadata,
         )  # fmt: skip
+        context.open.add(event.generation)
         rotation = self._rotation
         if not rotation or rotation.new != event.generation:
             return
@@ -106,6 +107,7 @@ class Generations:
         self._release(rotation)
         if not rotation.staying:
             rotation.closing = True
+            self._context.open.discard(rotation.old)
             self._context.act(Close(rotation.old))
             return []
         if now >= rotation.deadline:

@@ -75,6 +75,7 @@ class Context:
         self.slabs = SlabPool(identity.slabs.count if identity.slabs else 0)
         # The newest generation: number, agent name and metadata; None until it is open.
         self.generation = 0
+        self.open: set[int] = set()  # generations whose agents exist
         self.agent = AgentName("")
         self.metadata = b""
 
@@ -117,7 +118,8 @@ class Link:
     asked: float = 0.0  # when a sign of life was last asked for
     # WRITEs of ours in flight, by (our generation, the peer's agent).
     writes: dict[tuple[int, AgentName], int] = field(default_factory=dict)
-    leaving: set[AgentName] = field(default_factory=set)  # earlier agents of the peer
+    # Earlier agents of the peer that drain, and the generation of ours that spoke to each.
+    leaving: dict[AgentName, int] = field(default_factory=dict)
     over: EndedAttempts = field(default_factory=EndedAttempts)  # of a decode peer
     lost: str = ""  # why, once it is lost
 
@@ -195,7 +197,7 @@ class Links:
             self._context.count("stale_messages", label="Move")
             return
         if agent != link.agent:
-            link.leaving.add(link.agent)
+            link.leaving[link.agent] = link.generation
             link.agent, link.metadata = agent, metadata
             # While we rotate too, the peer must be known to both of our agents.
             for generation in {link.generation, self._context.generation}:
@@ -203,14 +205,25 @@ class Links:
         self.settle_move(link)
 
     def settle_move(self, link: Link) -> None:
-        """Confirm a move once nothing is in flight towards the agents that were left."""
+        """Confirm a move once nothing is in flight towards the agents that were left.
+
+        The confirmation goes to the agent that is left, behind the `Done`s that it was sent: the
+        peer destroys that agent when it has heard, and what is unread then is lost. Said again,
+        when the old agent is forgotten already, it goes to the new one.
+        """
         if link.lost or any(link.writes_towards(agent) for agent in link.leaving):
             return
-        left, link.leaving = link.leaving, set()
-        for agent in sorted(left):
+        left, link.leaving = link.leaving, {}
+        moved = Moved(link.us, link.agent)
+        if not left:
+            self._context.send(link, moved)
+        for agent, ours in sorted(left.items()):
+            if ours in self._context.open:
+                self._context.act(Notify(ours, agent, moved))
+            else:
+                self._context.send(link, moved)
             for generation in {link.generation, self._context.generation}:
                 self.forget(generation, agent)
-        self._context.send(link, Moved(link.us, link.agent))
 
     def tick(self, now: float) -> list[tuple[Link, str]]:
         """Ask busy peers for signs of life; return those that have been silent too long."""
