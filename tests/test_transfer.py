@@ -80,7 +80,9 @@ class _Tensor:
         return int(self._array.itemsize)
 
 
-def build(stack: ExitStack, engine: str, role: str, config: Config) -> Engine:
+def build(
+    stack: ExitStack, engine: str, role: str, config: Config, listener: Listener | None = None
+) -> Engine:
     kv = [np.zeros((2, BLOCKS, HEADS, TOKENS, WIDTH), np.float32) for _ in range(LAYERS)]
     regions = tuple(Region(int(a.ctypes.data), a.nbytes, "DRAM", 0) for a in kv)
     planes = [
@@ -92,8 +94,9 @@ def build(stack: ExitStack, engine: str, role: str, config: Config) -> Engine:
     ]
     group = Group("full", TOKENS, TOKENS, BLOCKS, tuple(range(HEADS)), tuple(planes))
     me = Identity(engine, 0, hash(engine) & 0xFFFFFF, SEMANTICS, Geometry(regions, (group,), 4))
-    listener = Listener(engine, "127.0.0.1", 0, lambda: engine_info(engine, role))
-    stack.callback(listener.close)
+    if listener is None:
+        listener = Listener(engine, "127.0.0.1", 0, lambda: engine_info(engine, role))
+        stack.callback(listener.close)
     thread = TransferThread(config, me, factory(("UCX",)), listener.address)
     stack.callback(thread.close)
     thread.start()
@@ -235,3 +238,20 @@ def test_an_idle_pair_uses_hardly_any_processor(pair: tuple[Engine, Engine]) -> 
     assert not decode.thread.wait(2.0) or True
     share = (time.process_time() - used) / (time.monotonic() - began)
     assert share < 0.05  # two threads; the figure itself is printed by `bench hooks`
+
+
+def test_an_engine_whose_ranks_are_still_starting_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with ExitStack() as stack:
+        config = Config()
+        decode = build(stack, "D", "consumer", config)
+        early = Listener("P", "127.0.0.1", 0, lambda: engine_info("P", "producer"))
+        stack.callback(early.close)
+        decode.thread.submit([receive(Engine(decode.thread, early, [], []))])
+        assert not decode.thread.wait(0.5)  # it is there, but has no ranks yet
+        prefill = build(stack, "P", "producer", config, early)
+        fill(prefill)
+        prefill.thread.submit(settled())
+        decode.hears(lambda report: report == Received(1, "r1"))

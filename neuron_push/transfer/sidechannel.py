@@ -50,6 +50,12 @@ class Search:
     address: Address
     deadline: float
     info: EngineInfo | None = None
+    asking: bool = True
+    again: float = 0.0  # when an engine that is still starting is asked again
+
+    @property
+    def complete(self) -> bool:
+        return self.info is not None and len(self.info.ranks) >= self.info.world
 
 
 class SideChannel:
@@ -135,7 +141,8 @@ class SideChannel:
         if kind == "find":
             assert isinstance(subject, Address)
             if isinstance(outcome, EngineInfo):
-                self._searches[subject].info = outcome
+                search = self._searches[subject]
+                search.info, search.asking = outcome, False
             else:
                 self._searches.pop(subject, None)
                 self._events.append(EngineMissing(subject, clip(f"prefill engine: {reason}")))
@@ -158,10 +165,15 @@ class SideChannel:
         """Announce this rank until heard, learn our own engine's ranks, finish searches."""
         self._ask_own(now)
         for search in list(self._searches.values()):
-            if search.info is not None and self._own is not None:
+            late = now >= search.deadline
+            if search.info and self._own and (search.complete or late):
                 del self._searches[search.address]
+                self.client.forget(("find", search.address))
                 self._events.append(EngineFound(search.address, search.info, self._own))
-            elif now >= search.deadline:
+            elif search.info and not search.asking and not search.complete and now >= search.again:
+                search.asking, search.again = True, now + RETRY
+                self._ask(("find", search.address), search.address, Who(), now)
+            elif late:
                 del self._searches[search.address]
                 self.client.forget(("find", search.address))
                 reason = "not all ranks of the decode engine are up"
