@@ -64,7 +64,8 @@ class Source:
     finished: float | None = None  # when the request left the engine with its prompt complete
     gone: bool = False  # preempted or ended: its blocks are not to be read any more
     writes: int = 0  # WRITEs in flight that read its blocks
-    sendings: set[Sending] = field(default_factory=set)
+    # A dict for its order, so that a simulated world replays exactly.
+    sendings: dict[Sending, None] = field(default_factory=dict)
     served: set[tuple[str, int]] = field(default_factory=set)  # decode ranks that are done
     sharers: int = 1
 

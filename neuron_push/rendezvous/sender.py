@@ -236,7 +236,7 @@ class Producer:
             return
         sending.source = source
         sending.move(SendingState.SENDING)
-        source.sendings.add(sending)
+        source.sendings[sending] = None
         source.sharers = max(source.sharers, sending.link.sharers)
         self._context.count("match_seconds", now - sending.began)
         if sending.complete:
@@ -257,7 +257,7 @@ class Producer:
                 sending.move(SendingState.WAITING)
                 sending.source = None
                 self.writes.forget_slabs(sending)
-                source.sendings.discard(sending)
+                source.sendings.pop(sending, None)
                 self._match(sending, now)  # it may have been offered again already
         if not again:
             self.sources.remember(source, reason)
@@ -290,7 +290,7 @@ class Producer:
         del self.sendings[sending.key]
         source = sending.source
         if source is not None:
-            source.sendings.discard(sending)
+            source.sendings.pop(sending, None)
             source.served.add((sending.link.engine, sending.link.rank))
             self._release(source)
 
