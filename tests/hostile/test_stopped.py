@@ -70,12 +70,14 @@ def test_a_prefill_rank_that_dies_while_decode_makes_no_progress(stage):
     transfer(scene, p, d, "warm")
     scene.stream(q, d)
     p.call("arm", "posted", "kill", "D")
-    d.arm("matched", "freeze", "P")
-    _, attempt = hit(scene, p, d)
+    attempt = d.call("want", "hit", HIT, p.address)
+    scene.until(lambda: registered(d, attempt), what="prefill knows the registration")
+    d.trap.running.clear()  # what prefill posts from now on stays in the socket
+    p.tell("offer", "hit", HIT, 1)
     p.wait_until("Z")
-    before = d.differing(HIT, 0)
     time.sleep(3)
-    assert d.differing(HIT, 0) == before and not d.has("ReceiveFailed", attempt)
+    before = d.differing(HIT, 0)
+    assert before == 0 and not d.has("ReceiveFailed", attempt)
     d.trap.running.set()
 
     scene.hears(d, "ReceiveFailed", attempt)
@@ -88,6 +90,11 @@ def test_a_prefill_rank_that_dies_while_decode_makes_no_progress(stage):
     scene.finish()
     assert d.differing(HIT) == 0
     nothing_left(scene, d)
+
+
+def registered(decode, attempt):
+    found = decode.thread._core.consumer.attempts.get(attempt)
+    return found is not None and any(share.answered for share in found.shares.values())
 
 
 @pytest.mark.parametrize("fault", ["stop", "kill"])
