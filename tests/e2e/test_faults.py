@@ -100,7 +100,8 @@ async def test_an_aborted_prefill_leg_ends_the_decode_leg(fleet: Fleet) -> None:
         fleet.prefill, asked, tokens=1, params=fleet.prefill_params("gone"), timeout=0.15
     )
     answer = await decode
-    assert answer.status >= 400 or prefill.ok, answer
+    # A prompt that was complete before its client left is handed over all the same.
+    assert answer.status >= 400 or answer.text == await fleet.reference(asked), (prefill, answer)
     assert answer.seconds < 8
     await fleet.settles()
 

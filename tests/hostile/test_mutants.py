@@ -116,12 +116,15 @@ def test_dropping_the_source_when_the_link_is_lost_hands_out_anothers_kv(
     stage, monkeypatch, late_fence
 ):
     unpin_at_loss(monkeypatch)
-    scene, p, d, source, attempt = decode_hangs(stage)
-    scene.hears(p, "Unpinned", source)
-    p.fill(HIT, 2)
-    d.go_on()
-    scene.hears(d, "Received", attempt)  # with a valid Done
-    assert d.call("foreign", HIT, 1) > 0
+    for _ in range(4):  # how much is still to be read when decode stops is the socket's choice
+        scene, p, d, source, attempt = decode_hangs(stage)
+        scene.hears(p, "Unpinned", source)
+        p.fill(HIT, 2)
+        d.go_on()
+        scene.hears(d, "Received", attempt)  # with a valid Done
+        if d.call("foreign", HIT, 1) > 0:
+            return
+    raise AssertionError("decode never received another prompt's bytes")
 
 
 def test_the_source_waits_for_a_late_fence(stage, late_fence):
