@@ -19,6 +19,7 @@ from neuron_push.transport import (
     Descriptors,
     Transport,
     TransportFactory,
+    Wrapped,
     WriteId,
     WriteState,
 )
@@ -44,32 +45,13 @@ class Tampering:
         return _Tampered(self._plain(name, [*regions, extra]), scratch)
 
 
-class _Tampered:
+class _Tampered(Wrapped):
     def __init__(self, inner: Transport, scratch: np.ndarray) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._scratch = scratch
         self._free = list(range(_PAGES))
         # Page that each WRITE in flight reads its first bytes from.
         self._pages: dict[WriteId, int] = {}
-
-    @property
-    def name(self) -> AgentName:
-        return self._inner.name
-
-    def metadata(self) -> bytes:
-        return self._inner.metadata()
-
-    def add_peer(self, metadata: bytes) -> AgentName:
-        return self._inner.add_peer(metadata)
-
-    def remove_peer(self, peer: AgentName) -> None:
-        self._inner.remove_peer(peer)
-
-    def notify(self, peer: AgentName, payload: bytes) -> None:
-        self._inner.notify(peer, payload)
-
-    def notifications(self) -> list[tuple[AgentName, bytes]]:
-        return self._inner.notifications()
 
     def post(
         self,
@@ -101,9 +83,6 @@ class _Tampered:
         if state == "done":
             self._free.append(self._pages.pop(write))
         return state
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _without_head(rows: Descriptors, length: int) -> Descriptors:

@@ -82,3 +82,46 @@ class TransportFactory(Protocol):
     """Opens a transport per generation, on the calling thread, over fixed regions."""
 
     def __call__(self, name: AgentName, regions: Sequence[Region]) -> Transport: ...
+
+
+class Wrapped:
+    """A transport that passes everything on; decorators override what they change."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> AgentName:
+        return self._inner.name
+
+    def metadata(self) -> bytes:
+        return self._inner.metadata()
+
+    def add_peer(self, metadata: bytes) -> AgentName:
+        return self._inner.add_peer(metadata)
+
+    def remove_peer(self, peer: AgentName) -> None:
+        self._inner.remove_peer(peer)
+
+    def notify(self, peer: AgentName, payload: bytes) -> None:
+        self._inner.notify(peer, payload)
+
+    def notifications(self) -> list[tuple[AgentName, bytes]]:
+        return self._inner.notifications()
+
+    def post(
+        self,
+        write: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+        payload: bytes,
+    ) -> None:
+        self._inner.post(write, peer, source, destination, memory, payload)
+
+    def poll(self, write: WriteId) -> WriteState:
+        return self._inner.poll(write)
+
+    def close(self) -> None:
+        self._inner.close()

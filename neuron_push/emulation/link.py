@@ -20,6 +20,7 @@ from neuron_push.transport import (
     Descriptors,
     Transport,
     TransportFactory,
+    Wrapped,
     WriteId,
     WriteState,
 )
@@ -36,34 +37,15 @@ class _Flight:
     landed: bool = False
 
 
-class Linked:
+class Linked(Wrapped):
     """Wraps a transport."""
 
     def __init__(self, inner: Transport, costs: Latencies, clock: Clock) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._costs = costs
         self._clock = clock
         self._free_at = 0.0  # when the last WRITE has left
         self._flights: dict[WriteId, _Flight] = {}
-
-    @property
-    def name(self) -> AgentName:
-        return self._inner.name
-
-    def metadata(self) -> bytes:
-        return self._inner.metadata()
-
-    def add_peer(self, metadata: bytes) -> AgentName:
-        return self._inner.add_peer(metadata)
-
-    def remove_peer(self, peer: AgentName) -> None:
-        self._inner.remove_peer(peer)
-
-    def notify(self, peer: AgentName, payload: bytes) -> None:
-        self._inner.notify(peer, payload)
-
-    def notifications(self) -> list[tuple[AgentName, bytes]]:
-        return self._inner.notifications()
 
     def post(
         self,
@@ -92,9 +74,6 @@ class Linked:
         self._inner.notify(flight.peer, flight.payload)
         del self._flights[write]
         return "done"
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def linked(
