@@ -13,12 +13,16 @@
 : "${RUN_DIR:=${XDG_RUNTIME_DIR:-/tmp}/neuron-push}"
 : "${RESULTS:=results}"
 
+# What this device's engines need on their command line.
+ENGINE_OPTIONS=()
 export FI_PROVIDER=efa FI_EFA_ENABLE_SHM_TRANSFER=0
 if [ "$DEVICE" = cuda ]; then
     export FI_EFA_USE_DEVICE_RDMA=1
 elif [ "$DEVICE" = neuron ]; then
     # Without it tensors have no address that can be registered; read when the runtime starts.
     export NEURON_RT_MAP_HBM=1
+    # A compiled graph hides its end: a step may begin only once the last one's output is known.
+    if [ "$MODE" = push ]; then ENGINE_OPTIONS+=(--no-async-scheduling); fi
 else
     echo "DEVICE is '$DEVICE'; it must be cuda or neuron" >&2
     exit 2
@@ -65,9 +69,11 @@ transfer_config() {
     if [ "$MODE" = push ]; then
         printf '{"kv_connector":"NeuronPushConnector","kv_role":"%s",' "$1"
         printf '"kv_connector_module_path":"neuron_push.vllm.connector",'
+        printf '"kv_buffer_device":"cuda",'
         printf '"kv_connector_extra_config":{"accelerator":"%s","backends":["LIBFABRIC"]}}' "$DEVICE"
     else
-        printf '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"%s",' "$DEVICE"
+        # vLLM Neuron calls its device memory "cuda" here, and refuses "neuron".
+        printf '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cuda",'
         printf '"kv_connector_extra_config":{"backends":["LIBFABRIC"]}}'
     fi
 }

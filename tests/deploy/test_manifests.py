@@ -103,6 +103,10 @@ def test_engines_are_given_settings_that_the_connector_accepts(overlay):
         transfer = json.loads(text.partition("=")[2])
         config = Config.parse(transfer["kv_connector_extra_config"], {})
         roles.add(transfer["kv_role"])
+        # vLLM Neuron's word for device memory; its own default there is refused by it.
+        assert transfer["kv_buffer_device"] == "cuda"
+        # The connector refuses a Neuron engine without it.
+        assert ("--no-async-scheduling" in container["args"]) is (config.accelerator == "neuron")
         device = {"cuda": "nvidia.com/gpu", "neuron": "aws.amazon.com/neuron"}[config.accelerator]
         limits = container["resources"]["limits"]
         assert {device, "vpc.amazonaws.com/efa", "hugepages-2Mi"} <= set(limits)

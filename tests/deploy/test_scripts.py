@@ -102,6 +102,23 @@ def test_both_legs_start_in_either_mode_and_cleanup_ends_them(node, mode):
 
 
 @needs_curl
+@pytest.mark.parametrize(
+    ("device", "mode", "expected"),
+    [("neuron", "push", True), ("neuron", "pull", False), ("cuda", "push", False)],
+)
+def test_a_trn2_engine_knows_a_steps_output_before_the_next_begins(node, device, mode, expected):
+    for leg in ("prefill", "decode"):
+        done = node(f"serve-{leg}.sh", MODE=mode, DEVICE=device)
+        assert done.returncode == 0, done.stderr
+        words, environment = seen(node)[-1]
+        assert ("--no-async-scheduling" in words) is expected
+        assert (
+            json.loads(words[words.index("--kv-transfer-config") + 1])["kv_buffer_device"] == "cuda"
+        )
+        assert environment.get("NEURON_RT_MAP_HBM") == ("1" if device == "neuron" else None)
+
+
+@needs_curl
 def test_an_engine_that_ends_is_told_with_the_end_of_its_log(node):
     (node.folder / "bin/vllm").write_text("#!/bin/sh\necho out of memory\nexit 3\n")
     done = node("serve-prefill.sh")

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.hardware import gpu
 from tests.hardware.memory import HOST
-from tests.hardware.pair import digest, pair
+from tests.hardware.pair import digest, pair, random_bytes
 from tests.hardware.suite import Skip, check, present
 
 MIB = 1 << 20
@@ -71,6 +71,30 @@ def large_write(kind, backend, nbytes, slice_bytes=16 * MIB):
         for start in range(0, nbytes, MIB):
             assert found.digest(start, MIB) == digest(data[start : start + MIB]), start
     return {"bytes": nbytes, "gb_s": nbytes / seconds / 1e9}
+
+
+def read_then_write(kind, backend, nbytes, environment, slice_bytes=16 * MIB):
+    """READ all that the other process has, then WRITE other bytes there; each block's checksum."""
+    seconds = {}
+    with pair(kind, nbytes, backend, environment) as found:
+        spans = [(start, start, slice_bytes) for start in range(0, nbytes, slice_bytes)]
+        theirs = found.fill(17)
+        seconds["read"] = sum(found.read([span]) for span in spans)
+        wrong = [
+            ("READ", start)
+            for start in range(0, nbytes, MIB)
+            if digest(found.buffer.read(start, MIB)) != digest(theirs[start : start + MIB])
+        ]
+        ours = random_bytes(19, nbytes)
+        found.buffer.write(ours)
+        seconds["write"] = sum(found.write([span], b"%d" % span[0]) for span in spans)
+        wrong += [
+            ("WRITE", start)
+            for start in range(0, nbytes, MIB)
+            if found.digest(start, MIB) != digest(ours[start : start + MIB])
+        ]
+    rates = {f"{name}_gb_s": nbytes / taken / 1e9 for name, taken in seconds.items()}
+    return {"bytes": nbytes, "wrong_blocks": wrong, **rates}
 
 
 @check("efa")

@@ -85,6 +85,32 @@ class Pair:
             assert late < 2 * WAIT_S, f"WRITE {payload!r}: done {done}, told {told}"
         return time.monotonic() - began
 
+    def read(self, pieces) -> float:
+        """READ (their offset, our offset, length) pieces; seconds until they are here."""
+        agent = self.agent._agent
+        ours = [(self.buffer.region.base + d, n, self.buffer.region.device) for _, d, n in pieces]
+        theirs = [(self.region.base + s, n, self.region.device) for s, _, n in pieces]
+        began = time.monotonic()
+        handle = agent.initialize_xfer(
+            "READ",
+            agent.get_xfer_descs(np.array(ours, np.uint64), self.buffer.region.memory),
+            agent.get_xfer_descs(np.array(theirs, np.uint64), self.region.memory),
+            self.peer,
+        )
+        state = agent.transfer(handle)
+        while state != "DONE":
+            assert state == "PROC", state
+            assert time.monotonic() - began < 2 * WAIT_S, "a READ does not end"
+            self.agent.notifications()
+            state = agent.check_xfer_state(handle)
+        agent.release_xfer_handle(handle)
+        return time.monotonic() - began
+
+    def fill(self, seed):
+        """Random bytes over there; returns them."""
+        self.receiver.call("fill", seed)
+        return random_bytes(seed, self.region.length)
+
     def digest(self, start, length):
         return self.receiver.call("digest", start, length)
 
@@ -100,6 +126,10 @@ def pair(kind, nbytes, backend, environment=None) -> Iterator[Pair]:
         yield found
     finally:
         found.close()
+
+
+def random_bytes(seed, nbytes):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 def digest(data) -> int:
@@ -141,8 +171,8 @@ class _Commands:
     def digest(self, start, length):
         return digest(self._buffer.read(start, length))
 
-    def clear(self):
-        self._buffer.write(np.zeros(len(self._buffer.tensor), np.uint8))
+    def fill(self, seed):
+        self._buffer.write(random_bytes(seed, len(self._buffer.tensor)))
 
 
 def _serve(pipe, kind, nbytes, backend, environment):

@@ -46,6 +46,18 @@ class TestOnHostMemory:
         assert fabric.large_write("cpu", "UCX", 4 << 20, 1 << 20)["bytes"] == 4 << 20
         assert fabric.write_after_fence("cpu", "UCX", lambda: None, rounds=2) == {"rounds": 2}
 
+    @pytest.mark.real_nixl
+    @pytest.mark.slow
+    def test_reads_then_writes_from_a_process_of_its_own(self):
+        pytest.importorskip("nixl_cu12")
+        found = neuron.apart("cpu", "UCX", 16 << 20, {"UCX_TLS": "tcp,self,sm"})
+        assert found["bytes"] == 16 << 20
+        assert found["wrong_blocks"] == []
+
+    def test_a_process_that_fails_says_why(self):
+        with pytest.raises(AssertionError, match="no_such_kind"):
+            neuron.apart("no_such_kind", "UCX", 1 << 20, {})
+
 
 class TestWithoutADevice:
     def test_checks_of_a_gpu_are_skipped_in_words(self):
