@@ -34,6 +34,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
     "emulate": Command("neuron_push.emulation.command", "start a fleet of emulated engines"),
     "doctor": Command("neuron_push.doctor.command", "say what is wrong here, and with a peer"),
     "router": Command("neuron_push.router.command", "serve through prefill/decode pairs"),
+    "key": Command("neuron_push.sidechannel.keygen", "make a key for the side channel"),
     "trace": Command("neuron_push.trace.command", "show where the time to the first token went"),
     "top": Command("neuron_push.top", "watch a router and its engines"),
     "plan": Group(

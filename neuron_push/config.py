@@ -32,6 +32,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """TCP port of the engine's listener. Default: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600; the
     data-parallel rank is added. Worker ranks take free ports and announce them."""
 
+    side_channel_keys: str = ""
+    """Key file of the side channel; peers without one of its keys are turned away, and everything
+    said there is encrypted. Made by `neuron-push key`, mode 0400; a second line is accepted too.
+    Default: NEURON_PUSH_SIDE_CHANNEL_KEYS, else none."""
+
     accelerator: str = "auto"
     """Name of an installed accelerator ("cpu", "cuda", "neuron"), or "auto"."""
 
@@ -150,5 +155,6 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     names = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
+        "NEURON_PUSH_SIDE_CHANNEL_KEYS": "side_channel_keys",
     }
     return {setting: environment[name] for name, setting in names.items() if name in environment}

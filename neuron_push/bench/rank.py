@@ -33,7 +33,7 @@ from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Group, Plane, Region, Semantics
 from neuron_push.protocol import Address, EngineInfo, Match
 from neuron_push.rendezvous import Identity
-from neuron_push.sidechannel import Listener
+from neuron_push.sidechannel import Keyring, Listener
 from neuron_push.transfer import TransferThread
 
 __all__ = ["CANARY", "ENVIRONMENT", "LAYERS", "TOKENS", "Rank", "Shape", "content"]
@@ -90,7 +90,8 @@ class Rank:
         self._prompts: dict[int, tuple[str, list[int]]] = {}
         me = Identity(engine, 0, secrets.randbits(31), _semantics(self.shape), self._geometry())
         info = EngineInfo(engine, 1, role, 1, 1, 1, 0, ("push",), me.semantics, ())
-        self.listener = Listener(engine, "127.0.0.1", port, lambda: info)
+        ring = Keyring.of(config.side_channel_keys)
+        self.listener = Listener(engine, "127.0.0.1", port, lambda: info, keys=ring)
         self.thread = TransferThread(config, me, Trapping(self.trap), self.listener.address)
         try:
             self.thread.start()

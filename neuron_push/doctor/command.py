@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Final
 
 from neuron_push import __version__
@@ -16,6 +17,7 @@ from neuron_push.doctor.finding import Finding, error, exit_status
 from neuron_push.doctor.machine import Machine
 from neuron_push.errors import ConfigError
 from neuron_push.protocol import Address
+from neuron_push.sidechannel import Keyring, add_option, ask
 
 __all__ = ["CHECKS", "add_arguments", "examine", "main"]
 
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", type=address, metavar="HOST:PORT",
         help="side channel of the engine here (default: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT)",
     )  # fmt: skip
+    add_option(parser)
     parser.add_argument(
         "--data-parallel", type=int, default=1, metavar="N", help="data-parallel ranks here"
     )
@@ -91,11 +94,16 @@ def examine(machine: Machine, args: argparse.Namespace) -> Iterator[Finding]:
             yield error("network.host", str(problem), "engines do not start with it", "mend it")
             return
         here = Address(settings.side_channel_host, settings.side_channel_port)
+    try:
+        asking = partial(ask, ring=Keyring.of(args.side_channel_keys))
+    except ConfigError as problem:
+        yield error("network.keys", str(problem), "engines do not start with it", "mend it")
+        return
     if not (args.peer and args.peer_only):
         yield from network.host(machine, here)
-        yield from network.ports(machine, here, args.data_parallel)
+        yield from network.ports(machine, here, args.data_parallel, asking)
     if args.peer:
-        yield from peer.peer(machine, here, args.peer)
+        yield from peer.peer(machine, here, args.peer, asking)
 
 
 def text(finding: Finding) -> str:

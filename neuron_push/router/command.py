@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import ssl
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from neuron_push.router.legs import Limits
 from neuron_push.router.metrics import Metrics
 from neuron_push.router.places import Listing
 from neuron_push.router.settings import Settings
+from neuron_push.sidechannel import add_option
 
 PLACE = "URL[#side=[HOST:]PORT][&weight=W][&device=NAME][&ranks=N]"
 
@@ -52,6 +54,7 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
     add("--kubernetes-url", help="API server, where the pod's own is not meant")
     add("--kubernetes-namespace", default="default", help="with --kubernetes-url")
     add("--side-channel-port", type=int, default=5600, help="where #side= is not given")
+    add_option(group)
     add("--refresh", type=float, default=Settings.refresh, help="seconds between asking engines")
     add("--engine-key-file", type=Path, help="bearer token that engines ask for")
     add("--engine-ca", type=Path, help="authority of engines with https URLs")
@@ -181,14 +184,15 @@ def source(args: argparse.Namespace, metrics: Metrics) -> Source | None:
 
 def main(args: argparse.Namespace) -> int:
     """Serve until stopped by a signal."""
-    from neuron_push.sidechannel import ask_async
+    from neuron_push.sidechannel import Keyring, ask_async
 
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     metrics = Metrics()
-    app = make_app(settings(args), ask_async, source(args, metrics), metrics)
+    asking = partial(ask_async, ring=Keyring.of(args.side_channel_keys))
+    app = make_app(settings(args), asking, source(args, metrics), metrics)
     tls = _certificate(args.tls_cert, args.tls_key)
     scheme = "https" if tls else "http"
     logging.getLogger(__name__).info("listening on %s://%s:%d", scheme, args.host, args.port)

@@ -4,12 +4,24 @@
 of its own. Questions are answered in one frame or not at all, each over a connection of its
 own, so an answer needs no number to be told from others.
 
-Nothing here is authenticated: whoever reaches the port may ask. Listen on addresses of a
-trusted network only; the default is loopback.
+Without keys nothing here is authenticated: whoever reaches the port may ask, so listen on
+addresses of a trusted network only (the default is loopback). With keys (keys.py) both sides
+prove to hold one, and what they say is encrypted.
 """
 
 from neuron_push.sidechannel.client import MAX_QUESTIONS, Client, ask, ask_async
+from neuron_push.sidechannel.keys import Keyring, add_option
 from neuron_push.sidechannel.listener import Listener
 from neuron_push.sidechannel.server import Request, Server
 
-__all__ = ["MAX_QUESTIONS", "Client", "Listener", "Request", "Server", "ask", "ask_async"]
+__all__ = [
+    "MAX_QUESTIONS",
+    "Client",
+    "Keyring",
+    "Listener",
+    "Request",
+    "Server",
+    "add_option",
+    "ask",
+    "ask_async",
+]

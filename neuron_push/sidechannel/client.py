@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import zmq
 import zmq.asyncio
@@ -27,19 +27,17 @@ from neuron_push.protocol import (
     decode_side_channel,
     encode,
 )
+from neuron_push.sidechannel.gate import FAILURES, MECHANISM_MISMATCH
+from neuron_push.sidechannel.keys import Key, Keyring
 from neuron_push.sidechannel.sockets import endpoint, limit
 
 __all__ = ["MAX_QUESTIONS", "Client", "ask", "ask_async"]
 
 # Questions that one client may have open; a greeting of the largest engine (64 ranks) fits.
 MAX_QUESTIONS: Final = 256
-_LOST: Final = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+# How long before the next key is tried, seconds; and how often to look meanwhile.
+_AGAIN: Final = 0.02
+_LOST: Final = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILURES
 
 
 @dataclass
@@ -48,15 +46,50 @@ class _Question:
     where: str
     deadline: float
     timeout: float
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    frame: bytes
+    keys: list[Key]  # still to be tried
+    keyed: bool
+    socket: zmq.Socket[bytes] | None = None
+    monitor: zmq.Socket[bytes] | None = None
     connected: bool = False
+    again: float = 0.0  # when the next key is tried
+
+    def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Connect with the next key, and send. Raises TransportError."""
+        self.close()
+        dealer = context.socket(zmq.DEALER)
+        limit(dealer)
+        if self.keyed:
+            key = self.keys.pop(0)
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        self.socket = dealer
+        self.monitor = dealer.get_monitor_socket(_LOST | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            dealer.connect(f"tcp://{self.where}")
+            dealer.send(self.frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(f"cannot ask {self.where}: {error}") from error
+
+    def close(self) -> None:
+        """Give the sockets back. Idempotent."""
+        if self.socket is not None and self.monitor is not None:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=0)
+        self.socket = self.monitor = None
 
 
 class Client:
-    """Asks questions without waiting. Belongs to the thread that opened it."""
+    """Asks questions without waiting, with the keys of a ring if there is one.
 
-    def __init__(self) -> None:
+    Belongs to the thread that opened it.
+    """
+
+    def __init__(self, ring: Keyring | None = None) -> None:
+        self._ring = ring
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._questions: dict[Hashable, _Question] = {}
 
@@ -66,7 +99,8 @@ class Client:
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """What to wait on until `poll` may have news; deadlines aside."""
-        return [s for question in self._questions.values() for s in _both(question)]
+        both = (each for q in self._questions.values() for each in (q.socket, q.monitor))
+        return [each for each in both if each is not None]
 
     def ask(
         self,
@@ -89,16 +123,12 @@ class Client:
         if len(frame) > MAX_SIDE_CHANNEL:
             raise ProtocolError(f"a question of {len(frame)} bytes exceeds {MAX_SIDE_CHANNEL}")
         where = endpoint(address)
-        dealer = self._context.socket(zmq.DEALER)
-        limit(dealer)
-        monitor = dealer.get_monitor_socket(_LOST | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        try:
-            dealer.connect(f"tcp://{where}")
-            dealer.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            _close(dealer, monitor)
-            raise TransportError(f"cannot ask {where}: {error}") from error
-        self._questions[key] = _Question(key, where, now + timeout, timeout, dealer, monitor)
+        ring = self._ring
+        # It may answer with either, and drops connections in the moment in which it changes.
+        keys = [*ring.keys, *ring.keys] if ring else []
+        question = _Question(key, where, now + timeout, timeout, frame, keys, ring is not None)
+        question.open(self._context)
+        self._questions[key] = question
 
     def poll(self, now: float) -> list[tuple[Hashable, SideChannelMessage | Exception]]:
         """What became of questions since the last call.
@@ -108,10 +138,10 @@ class Client:
         """
         ended = []
         for question in list(self._questions.values()):
-            outcome = _outcome(question, now)
+            outcome = self._outcome(question, now)
             if outcome is not None:
                 del self._questions[question.key]
-                _close(question.socket, question.monitor)
+                question.close()
                 ended.append((question.key, outcome))
         return ended
 
@@ -119,7 +149,7 @@ class Client:
         """Drop a question; it will not appear in `poll`."""
         question = self._questions.pop(key, None)
         if question is not None:
-            _close(question.socket, question.monitor)
+            question.close()
 
     def close(self) -> None:
         """Drop all questions. Idempotent."""
@@ -127,18 +157,48 @@ class Client:
             self.forget(key)
         self._context.destroy(linger=0)
 
+    def _outcome(self, question: _Question, now: float) -> SideChannelMessage | Exception | None:
+        if question.socket is None:  # between two keys
+            return self._reopen(question) if now >= question.again else None
+        answer = _answer(question)
+        if answer is not None:
+            return answer
+        lost = _lost(question)
+        if lost is not None and question.keys:
+            question.close()
+            question.again = now + _AGAIN
+            return None
+        if lost is not None:
+            # The answer may have come between the two looks, with the end of the connection.
+            return _answer(question) or lost
+        if now < question.deadline:
+            return None
+        return TransportError(
+            f"no answer from {question.where} within {question.timeout:g} s: "
+            "is the engine up, and is the port its side-channel port?"
+        )
 
-def ask(address: Address, message: SideChannelMessage, timeout: float) -> SideChannelMessage:
+    def _reopen(self, question: _Question) -> Exception | None:
+        try:
+            question.open(self._context)
+        except TransportError as error:
+            return error
+        return None
+
+
+def ask(
+    address: Address, message: SideChannelMessage, timeout: float, ring: Keyring | None = None
+) -> SideChannelMessage:
     """Ask and wait. Raises TransportError, Refused or PeerError."""
-    client = Client()
+    client = Client(ring)
     try:
         client.ask(0, address, message, timeout, time.monotonic())
-        poller = zmq.Poller()
-        for each in client.sockets:
-            poller.register(each, zmq.POLLIN)
         deadline = time.monotonic() + timeout
         while not (ended := client.poll(time.monotonic())):
-            poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000 + 1))
+            poller = zmq.Poller()
+            for each in client.sockets:
+                poller.register(each, zmq.POLLIN)
+            poller.poll(_milliseconds(client, deadline))
         return _result(ended[0][1])
     finally:
         client.close()
@@ -148,22 +208,29 @@ async def ask_async(
     address: Address,
     message: SideChannelMessage,
     timeout: float,  # noqa: ASYNC109  the text of the error names it
+    ring: Keyring | None = None,
 ) -> SideChannelMessage:
     """The same for an event loop."""
-    client = Client()
+    client = Client(ring)
     try:
         client.ask(0, address, message, timeout, time.monotonic())
-        poller = zmq.asyncio.Poller()
-        for each in client.sockets:
-            poller.register(each, zmq.POLLIN)
         deadline = time.monotonic() + timeout
         while not (ended := client.poll(time.monotonic())):
-            await poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000 + 1))
+            poller = zmq.asyncio.Poller()
+            for each in client.sockets:
+                poller.register(each, zmq.POLLIN)
+            await poller.poll(_milliseconds(client, deadline))
         return _result(ended[0][1])
     finally:
         # A cancelled poll leaves its callbacks to the next turn of the loop.
         await asyncio.sleep(0)
         client.close()
+
+
+def _milliseconds(client: Client, deadline: float) -> int:
+    """How long to wait for a client's sockets; without one, until it opens the next."""
+    left = max(0.0, deadline - time.monotonic())
+    return int((left if client.sockets else min(left, _AGAIN)) * 1000 + 1)
 
 
 def _result(outcome: SideChannelMessage | Exception) -> SideChannelMessage:
@@ -172,23 +239,8 @@ def _result(outcome: SideChannelMessage | Exception) -> SideChannelMessage:
     return outcome
 
 
-def _outcome(question: _Question, now: float) -> SideChannelMessage | Exception | None:
-    answer = _answer(question)
-    if answer is not None:
-        return answer
-    lost = _lost(question)
-    if lost is not None:
-        # The answer may have come between the two looks, with the end of the connection.
-        return _answer(question) or lost
-    if now < question.deadline:
-        return None
-    return TransportError(
-        f"no answer from {question.where} within {question.timeout:g} s: "
-        "is the engine up, and is the port its side-channel port?"
-    )
-
-
 def _answer(question: _Question) -> SideChannelMessage | Exception | None:
+    assert question.socket is not None
     try:
         frames = question.socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
@@ -205,26 +257,27 @@ def _answer(question: _Question) -> SideChannelMessage | Exception | None:
 
 
 def _lost(question: _Question) -> Disconnected | None:
+    assert question.monitor is not None
     while True:
         try:
-            event: int = recv_monitor_message(question.monitor, zmq.NOBLOCK)["event"]
+            seen = recv_monitor_message(question.monitor, zmq.NOBLOCK)
         except zmq.Again:
             return None
+        event, value = int(seen["event"]), int(seen["value"])
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             question.connected = True
         elif question.connected:
             return Disconnected(f"{question.where} closed the connection without an answer")
         elif event == zmq.EVENT_CLOSED:
             return Disconnected(f"{question.where} refused the connection: is the engine up?")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == MECHANISM_MISMATCH:
+            theirs = "has none, but we have" if question.keyed else "has some, but we have none"
+            return Disconnected(f"side_channel_keys: {question.where} {theirs}")
+        elif question.keyed:
+            return Disconnected(
+                f"{question.where} has other side_channel_keys or none, or is not a side channel"
+            )
         else:
-            return Disconnected(f"what listens at {question.where} is not a side channel")
-
-
-def _both(question: _Question) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    return question.socket, question.monitor
-
-
-def _close(dealer: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
-    dealer.disable_monitor()
-    monitor.close(linger=0)
-    dealer.close(linger=0)
+            return Disconnected(
+                f"what listens at {question.where} is not a side channel, or has side_channel_keys"
+            )

@@ -29,6 +29,7 @@ from neuron_push.protocol import (
     Why,
     clip,
 )
+from neuron_push.sidechannel.keys import Keyring
 from neuron_push.sidechannel.server import Request, Server
 from neuron_push.tracing import Ring, batch_of
 
@@ -42,7 +43,8 @@ class Listener:
 
     `describe` is called on that thread for every `Who` (the ranks that have announced
     themselves are filled in afterwards), `explain` for every `Why`, `holds` for every `Holds`.
-    `ring` is what `Events` asks for. Raises ConfigError if it cannot listen at host:port.
+    `ring` is what `Events` asks for; with `keys` nobody else is answered. Raises ConfigError if
+    it cannot listen at host:port.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Listener:
         explain: Callable[[str], str] = lambda request: "",
         holds: Callable[[str], int] = lambda transfer: 0,
         ring: Ring | None = None,
+        keys: Keyring | None = None,
     ) -> None:
         self._engine = engine
         self._describe = describe
         self._explain = explain
         self._holds = holds
         self._ring = ring
+        self._keys = keys
         # Guards `_announced`; everything else belongs to the thread.
         self._lock = threading.Lock()
         self._announced: dict[int, Announce] = {}
@@ -88,16 +92,18 @@ class Listener:
 
     def _run(self, host: str, port: int, opened: Future[Address]) -> None:
         try:
-            server = Server(host, port)
+            server = Server(host, port, self._keys)
         except BaseException as error:  # noqa: BLE001  raised again in the constructor
             opened.set_exception(error)
             return
         try:
             opened.set_result(server.address)
             poller = zmq.Poller()
-            poller.register(server.socket, zmq.POLLIN)
-            poller.register(self._woken, zmq.POLLIN)
-            while self._woken.fileno() not in dict(poller.poll()):
+            for each in (*server.sockets, self._woken):
+                poller.register(each, zmq.POLLIN)
+            # With keys, their file is looked at now and then.
+            milliseconds = 1000 if self._keys else None
+            while self._woken.fileno() not in dict(poller.poll(milliseconds)):
                 for request in server.poll():
                     self._serve(request)
         finally:

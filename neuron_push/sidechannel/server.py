@@ -18,6 +18,8 @@ from neuron_push.protocol import (
     decode_side_channel,
     encode,
 )
+from neuron_push.sidechannel.gate import Gate
+from neuron_push.sidechannel.keys import Keyring
 from neuron_push.sidechannel.sockets import bind, limit
 
 __all__ = ["Request", "Server"]
@@ -34,34 +36,52 @@ class Request:
 
     message: SideChannelMessage
     _identity: bytes
-    _socket: zmq.Socket[bytes]
+    _server: Server
 
     def answer(self, message: SideChannelMessage) -> None:
         """Send the one answer. If the asker has left, nothing happens."""
         frame = encode(message)
         if len(frame) > MAX_SIDE_CHANNEL:
             raise ProtocolError(f"an answer of {len(frame)} bytes exceeds {MAX_SIDE_CHANNEL}")
-        _reply(self._socket, self._identity, frame)
+        self._server.reply(self._identity, frame)
 
 
 class Server:
-    """Answers questions at one address. Belongs to the thread that opened it."""
+    """Answers questions at one address, of holders of a key if there is a ring of them.
 
-    def __init__(self, host: str, port: int) -> None:
+    Belongs to the thread that opened it.
+    """
+
+    def __init__(self, host: str, port: int, ring: Keyring | None = None) -> None:
         # Frames that were not well-formed messages of this version, each answered by a Refusal.
         self.rejected = 0
+        self._waiting: set[bytes] = set()  # who asked and was not answered yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         limit(self.socket)
+        self._gate = Gate(self._context, self.socket, ring)
         try:
-            bound = bind(self.socket, host, port)
+            bound, self._endpoint = bind(self.socket, host, port)
         except BaseException:
             self.close()
             raise
         self.address = Address(host, bound)
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What to wait on until `poll` may have news."""
+        return [self.socket, self._gate.monitor]
+
+    @property
+    def refused(self) -> int:
+        """Connections that were turned away before they could ask."""
+        return self._gate.refused
+
     def poll(self) -> list[Request]:
         """Take what has arrived, without waiting."""
+        self._gate.poll()
+        if not self._waiting:
+            self._gate.follow(self._endpoint)
         requests: list[Request] = []
         if not int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             return requests  # far cheaper than the exception below, and the usual case
@@ -76,18 +96,21 @@ class Server:
                 message = decode_side_channel(frames[0])
             except PeerError as error:
                 self.rejected += 1
-                _reply(self.socket, identity, encode(Refusal(clip(str(error)))))
+                self.reply(identity, encode(Refusal(clip(str(error)))))
             else:
-                requests.append(Request(message, identity, self.socket))
+                self._waiting.add(identity)
+                requests.append(Request(message, identity, self))
         return requests
 
     def close(self) -> None:
         """Stop listening; the port is free after return. Idempotent."""
+        self._gate.close()
         self._context.destroy(linger=0)
 
-
-def _reply(router: zmq.Socket[bytes], identity: bytes, frame: bytes) -> None:
-    try:
-        router.send_multipart([identity, frame], zmq.NOBLOCK)
-    except zmq.ZMQError as error:
-        logger.debug("an answer could not be sent: %s", error)
+    def reply(self, identity: bytes, frame: bytes) -> None:
+        """Send one frame to an asker; nothing happens if it has left."""
+        self._waiting.discard(identity)
+        try:
+            self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("an answer could not be sent: %s", error)

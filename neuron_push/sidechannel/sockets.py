@@ -47,8 +47,8 @@ def endpoint(address: Address) -> str:
     return f"{host}:{port}"
 
 
-def bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
-    """Listen at host:port (0: any free port) and return the port."""
+def bind(router: zmq.Socket[bytes], host: str, port: int) -> tuple[int, str]:
+    """Listen at host:port (0: any free port); the port, and the address as ZeroMQ writes it."""
     where = f"side-channel address {host}:{port}"
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -65,4 +65,5 @@ def bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
         raise ConfigError(f"{where}: {hint}") from error
     endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
-    return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+    bound = endpoint.rstrip(b"\0").decode()
+    return int(bound.rpartition(":")[2]), bound

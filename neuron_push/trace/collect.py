@@ -18,7 +18,7 @@ import msgspec
 
 from neuron_push.errors import NeuronPushError, PeerError
 from neuron_push.protocol import Address, EngineInfo, EventBatch, Events, TraceEvent, Who
-from neuron_push.sidechannel import ask
+from neuron_push.sidechannel import Keyring, ask
 
 # Questions per process to find the offset of its clock.
 TRIES: Final = 5
@@ -46,11 +46,11 @@ class Track:
     tracing: bool = True
 
 
-def side_channel(address: Address) -> Asker:
+def side_channel(address: Address, ring: Keyring | None = None) -> Asker:
     """Asks an engine's listener or one of its ranks."""
 
     def asker(after: int) -> EventBatch:
-        answer = ask(address, Events(after), TIMEOUT)
+        answer = ask(address, Events(after), TIMEOUT, ring)
         if not isinstance(answer, EventBatch):
             raise PeerError(f"answered {type(answer).__name__} to Events")
         return answer
@@ -88,12 +88,12 @@ def engines_of(url: str, key: str = "") -> list[Address]:
     return list(dict.fromkeys(found))
 
 
-def processes_of(engine: Address) -> list[Asker]:
+def processes_of(engine: Address, ring: Keyring | None = None) -> list[Asker]:
     """The listener of an engine and its worker ranks; raises NeuronPushError."""
-    info = ask(engine, Who(), TIMEOUT)
+    info = ask(engine, Who(), TIMEOUT, ring)
     if not isinstance(info, EngineInfo):
         raise PeerError(f"{engine.host}:{engine.port} answered {type(info).__name__} to Who")
-    return [side_channel(engine), *(side_channel(rank.address) for rank in info.ranks)]
+    return [side_channel(engine, ring), *(side_channel(rank.address, ring) for rank in info.ranks)]
 
 
 def collect(

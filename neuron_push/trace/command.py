@@ -10,6 +10,7 @@ from pathlib import Path
 
 from neuron_push.errors import ConfigError, NeuronPushError
 from neuron_push.protocol import Address
+from neuron_push.sidechannel import Keyring, add_option
 from neuron_push.trace.chrome import trace
 from neuron_push.trace.collect import Asker, collect, engines_of, processes_of, router
 from neuron_push.trace.otel import export, otlp
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--router", metavar="URL", help="also tells the engines, unless they are named")
     add("--engine", metavar="HOST:PORT", action="append", default=[], help="a side channel")
     add("--key-file", type=Path, help="bearer token for the router")
+    add_option(parser)
     add("--wait", type=float, default=0.0, help="seconds to let pass before collecting")
     add("--request", default="", help="only those with this in their request or transfer id")
     add("--out", type=Path, default=Path("trace"), help="folder to write to (trace)")
@@ -75,16 +77,17 @@ def _askers(args: argparse.Namespace) -> list[Asker]:
     if args.router:
         askers.append(router(args.router, key))
         engines = engines or engines_of(args.router, key)
+    ring = Keyring.of(args.side_channel_keys)
     if not engines:
         raise ConfigError("name a --router URL or an --engine HOST:PORT")
-    return askers + _of_engines(engines)
+    return askers + _of_engines(engines, ring)
 
 
-def _of_engines(engines: Sequence[Address]) -> list[Asker]:
+def _of_engines(engines: Sequence[Address], ring: Keyring | None) -> list[Asker]:
     askers: list[Asker] = []
     for engine in engines:
         try:
-            askers += processes_of(engine)
+            askers += processes_of(engine, ring)
         except NeuronPushError as error:
             print(f"not asked: {engine.host}:{engine.port}: {error}")
     return askers

@@ -32,7 +32,7 @@ from neuron_push.rendezvous.events import (
     Greeted,
     HelloArrived,
 )
-from neuron_push.sidechannel import Client, Server
+from neuron_push.sidechannel import Client, Keyring, Server
 from neuron_push.tracing import Ring, batch_of
 
 logger = logging.getLogger(__name__)
@@ -66,16 +66,17 @@ class SideChannel:
         config: Config,
         identity: Identity,
         listener: Address,
-        ring: Ring | None,
+        trace: Ring | None,
         events: deque[Event],
     ) -> None:
         self._config = config
         self._identity = identity
         self._listener = listener
-        self._ring = ring
+        self._trace = trace
         self._events = events
-        self.server = Server(config.side_channel_host, 0)
-        self.client = Client()
+        ring = Keyring.of(config.side_channel_keys)
+        self.server = Server(config.side_channel_host, 0, ring)
+        self.client = Client(ring)
         # Whether the server's socket may hold questions; looked at now and then in any case,
         # since a busy thread does not wait for its descriptor.
         self.asked = True
@@ -125,7 +126,7 @@ class SideChannel:
                 self._events.append(HelloArrived(request, request.message))
             elif isinstance(request.message, Events):
                 source = f"{self._identity.engine} rank {self._identity.rank}"
-                request.answer(batch_of(self._ring, source, request.message.after))
+                request.answer(batch_of(self._trace, source, request.message.after))
             else:
                 kind = type(request.message).__name__
                 request.answer(Refusal(f"a worker rank answers Hello and Events only, not {kind}"))

@@ -17,7 +17,7 @@ from typing import Any
 from neuron_push.config import Config
 from neuron_push.errors import NeuronPushError
 from neuron_push.protocol import Address, Because, Why
-from neuron_push.sidechannel import ask_async
+from neuron_push.sidechannel import Keyring, ask_async
 from neuron_push.vllm.params import Leg, ParamsError, parse
 
 Message = MutableMapping[str, Any]
@@ -36,6 +36,7 @@ class Explain:
     def __init__(self, app: App) -> None:
         self._app = app
         settings = Config.parse({}, os.environ)
+        self._ring = Keyring.of(settings.side_channel_keys)
         self._listener = Address(settings.side_channel_host, settings.side_channel_port)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -57,7 +58,7 @@ class Explain:
 
     async def _why(self, request: str) -> str:
         try:
-            answer = await ask_async(self._listener, Why(request), ASK_TIMEOUT)
+            answer = await ask_async(self._listener, Why(request), ASK_TIMEOUT, self._ring)
         except NeuronPushError:
             return ""
         return answer.reason if isinstance(answer, Because) else ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from neuron_push.commands import Command
 from neuron_push.config import Config
 from neuron_push.protocol import EngineInfo
-from neuron_push.sidechannel import Listener
+from neuron_push.sidechannel import Keyring, Listener
 from neuron_push.tracing import Ring
 from neuron_push.versions import check as check_versions
 from neuron_push.vllm import identity
@@ -74,7 +74,7 @@ class SchedulerHalf:
         self._moments = Moments(ring) if ring is not None else None
         self._listener = Listener(
             self._engine, config.side_channel_host, port, self._describe, self._why,
-            self._holds, ring,
+            self._holds, ring, Keyring.of(config.side_channel_keys),
         )  # fmt: skip
         self._address = self._listener.address
         logger.info(
