@@ -122,6 +122,7 @@ def explain(
         "copies_per_1000_tokens": pairs.copies,
         "bytes_per_1000_tokens": pairs.nbytes,
         "staging": _staging(plan),
+        "stripe": {"replicas": plan.stripe.count, "unit_tokens": plan.stripe.unit},
         "links": [list(link) for link in sorted(pairs.plans)],
         "idle_prefill_ranks": prefill.ranks - len({link[0] for link in pairs.plans}),
     }
@@ -154,10 +155,11 @@ def _pairs(model: Model, prefill: Side, decode: Side, min_run: int) -> Pairs:
     )
     sources = prefill.geometries(model)
     plans: dict[tuple[int, int], Plan] = {}
+    targets = decode.geometries(model)
     # Ranks differ in which heads they hold, rarely in how: equal pairs are planned once.
-    known: dict[tuple[int, tuple[int, ...]], Plan] = {}
-    for seat, target in enumerate(decode.geometries(model)):
-        for rank, ask in enumerate(assign(target, sources, seat=seat)):
+    known: dict[tuple[int, tuple[int, ...], int], Plan] = {}
+    for seat, (target, asks) in enumerate(zip(targets, assign(targets, sources), strict=True)):
+        for rank, ask in enumerate(asks):
             if ask is not None:
                 shape = _shape(sources[rank], target, ask)
                 if shape not in known:
@@ -166,15 +168,15 @@ def _pairs(model: Model, prefill: Side, decode: Side, min_run: int) -> Pairs:
     return Pairs(plans)
 
 
-def _shape(source: Geometry, target: Geometry, ask: Ask) -> tuple[int, tuple[int, ...]]:
-    """What a plan depends on here: where the asked heads lie on either side."""
+def _shape(source: Geometry, target: Geometry, ask: Ask) -> tuple[int, tuple[int, ...], int]:
+    """What a plan's numbers depend on: where the heads lie on either side, and their share."""
     places = [
         group.heads.index(head)
         for side in (source, target)
         for group, heads in zip(side.groups, ask.heads, strict=True)
         for head in heads
     ]
-    return len(ask.heads[0]), tuple(places)
+    return len(ask.heads[0]), tuple(places), ask.stripe.count
 
 
 def _staging(plan: Plan) -> dict[str, Any] | None:
@@ -214,8 +216,8 @@ def _hints(
     if report["idle_prefill_ranks"]:
         yield (
             f"{report['idle_prefill_ranks']} of {prefill.ranks} prefill ranks hold replicas and "
-            f"send nothing: a prefill degree of {max(model.kv_heads, decode.ranks)} or fewer "
-            "leaves none idle"
+            f"send nothing, as blocks of {prefill.block_tokens} and {decode.block_tokens} tokens "
+            "meet too rarely to divide a prompt: choose sizes with a smaller common multiple"
         )
 
 
@@ -275,6 +277,11 @@ def _way_lines(report: dict[str, Any]) -> Iterator[str]:
             f"staging  {staging['slabs']} slabs of {staging['slab_bytes']:,} bytes on each "
             f"{staging['side']} rank ({staging['bytes_per_rank']:,} set aside), "
             f"{staging['tokens_per_slab']} tokens each"
+        )
+    if (replicas := report["stripe"]["replicas"]) > 1:
+        yield (
+            f"stripes  {replicas} prefill ranks hold what a decode rank needs and take turns every "
+            f"{report['stripe']['unit_tokens']} tokens of a prompt"
         )
     yield from _writers(report["links"])
 

@@ -162,11 +162,11 @@ def rows_of(copies):
 def push(prefill, decode, start, stop, *, min_run=1, spoil=lambda geometry: geometry):
     """Plan and replay all pairs; returns the copies of each. `spoil` may falsify decode."""
     done = []
-    sources = prefill.geometries
-    for seat, (cache, true) in enumerate(zip(decode.caches, decode.geometries, strict=True)):
-        destination = spoil(true)
+    sources, destinations = prefill.geometries, [spoil(true) for true in decode.geometries]
+    for seat, asks in enumerate(assign(destinations, sources)):
+        cache, destination = decode.caches[seat], destinations[seat]
         written = [np.zeros(len(memory), np.uint8) for memory in cache.memory()]
-        for rank, ask in enumerate(assign(destination, sources, seat=seat)):
+        for rank, ask in enumerate(asks):
             if ask is None:
                 continue
             plan = pair(sources[rank], destination, ask, min_run=min_run)
@@ -180,8 +180,9 @@ def push(prefill, decode, start, stop, *, min_run=1, spoil=lambda geometry: geom
 
 def cut(start, stop, plan):
     """Pieces as the sender cuts them: at the grain, each within one slab."""
+    most = plan.stripe.span(plan.tokens)
     while start < stop:
-        end = (start + plan.tokens) // plan.grain * plan.grain
+        end = (start + most) // plan.grain * plan.grain
         end = min(end, stop)
         assert end > start
         yield start, end
@@ -243,12 +244,13 @@ def tally(addresses, unit, geometry, written):
 def push_by(prefill, decode, start, stop, choose, *, spoil=None):
     """Choose, plan and carry out all pairs; returns [(plan, [(copies, rows) per piece])]."""
     done = []
-    sources = [spoil("prefill", one) for one in prefill.geometries] if spoil else prefill.geometries
-    for seat, true in enumerate(decode.geometries):
-        destination = spoil("decode", true) if spoil else true
-        cache = decode.caches[seat]
+    spoil = spoil or (lambda which, true: true)
+    sources = [spoil("prefill", true) for true in prefill.geometries]
+    destinations = [spoil("decode", true) for true in decode.geometries]
+    for seat, asks in enumerate(assign(destinations, sources)):
+        cache, destination = decode.caches[seat], destinations[seat]
         written = [np.zeros(len(memory), np.uint8) for memory in cache.memory()]
-        for rank, ask in enumerate(assign(destination, sources, seat=seat)):
+        for rank, ask in enumerate(asks):
             if ask is None:
                 continue
             plan = choose(sources[rank], destination, ask)

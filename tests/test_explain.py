@@ -51,10 +51,18 @@ def test_a_mixed_fleet_is_explained_in_numbers():
     assert found["kv_bytes_per_token"] == 64 * 2 * 8 * 128 * 2
     assert found["per_pair"]["run_bytes"] == 32 * 128 * 2
     assert found["copies_per_1000_tokens"] == 8 * 64 * 2 * 1000 // 32
+    assert found["per_pair"]["copies_per_1000_tokens"] == 64 * 2 * 1000 // 32 // 8
     assert found["bytes_per_1000_tokens"] == 1000 * found["kv_bytes_per_token"]
     assert found["staging"]["side"] == "decode"
     assert found["staging"]["slab_bytes"] <= found["staging"]["bytes_per_rank"]
-    assert len(found["links"]) == 8 and found["idle_prefill_ranks"] == 56
+    assert len(found["links"]) == 64 and found["idle_prefill_ranks"] == 0
+    assert found["stripe"] == {"replicas": 8, "unit_tokens": 64}
+
+
+def test_replicas_that_cannot_take_turns_are_idle_and_a_hint_says_why():
+    found = report("trn2", "p5en", ranks=(16, 8), sizes=(1024, 1008), model="Qwen/Qwen3-8B")
+    assert found["idle_prefill_ranks"] == 8 and found["stripe"]["replicas"] == 1
+    assert any("meet too rarely to divide a prompt" in hint for hint in found["faster"])
 
 
 def test_every_replica_on_decode_is_written():
@@ -87,7 +95,8 @@ def test_the_command_prints_lines_or_json(capsys):
     status, out = run(capsys, *words)
     assert status == 0
     assert "talk     yes, unpacked by decode" in out
-    assert "prefill rank 9 -> decode rank 1" in out
+    assert "prefill ranks 8-15 -> decode rank 1" in out
+    assert "take turns every 64 tokens" in out
     status, out = run(capsys, *words, "--json")
     assert status == 0 and json.loads(out)["way"] == "unpacked"
     _, out = run(capsys, "--from", "p5en", "--to", "trn2", "--model", "Qwen/Qwen3-8B",

@@ -514,23 +514,16 @@ def test_binding_refuses_a_copy_that_leaves_its_region():
 # -- who provides what ---------------------------------------------------------------------
 
 
-def asks(prefill, decode, **options):
-    result = assign(decode.geometries[0], prefill.geometries, **options)
-    return [None if ask is None else ask.heads[0] for ask in result]
-
-
-def test_each_head_comes_from_one_replica_chosen_by_seat():
-    prefill = fleet.engine("neuron", tokens=4, blocks=[1], heads=2, degree=4)
-    decode = fleet.engine("neuron", tokens=4, blocks=[1], heads=2)
-    assert asks(prefill, decode) == [(0,), None, (1,), None]
-    assert asks(prefill, decode, seat=1) == [None, (0,), None, (1,)]
-    assert asks(prefill, decode, seat=2) == asks(prefill, decode)
+def asks(prefill, decode):
+    """Heads and share that the first decode rank asks of each prefill rank."""
+    (mine, *_) = assign(decode.geometries, prefill.geometries)
+    return [ask and (ask.heads[0], ask.stripe.count) for ask in mine]
 
 
 def test_every_stage_provides_its_layers():
     prefill = fleet.engine("neuron", tokens=4, blocks=[1], heads=2, stages=2, layers=4)
     decode = fleet.engine("neuron", tokens=4, blocks=[1], heads=2, layers=4)
-    assert asks(prefill, decode) == [(0, 1), (0, 1)]
+    assert asks(prefill, decode) == [((0, 1), 1)] * 2
 
 
 def test_missing_layers_and_heads_are_named():

@@ -111,8 +111,9 @@ def _ways(prefill: EngineInfo, decode: EngineInfo) -> list[str]:
     counted: dict[str, int] = {}
     for each in (*sources, *(info.geometry for info in decode.ranks)):
         geometry.check(each)
-    for info in decode.ranks if sources else ():
-        asks = assign(info.geometry, sources, seat=info.rank)
+    seats = sorted(decode.ranks, key=lambda info: info.rank) if sources else []
+    table = assign([info.geometry for info in seats], sources)
+    for info, asks in zip(seats, table, strict=True):
         for source, wanted in zip(ranks, asks, strict=True):
             if wanted is None:
                 continue

@@ -1,6 +1,7 @@
 """From a token range and two geometries to copies: pure, vectorised, address-free until bound.
 
-assign   which prefill rank provides which heads and layers of a decode rank
+assign   which prefill rank provides which heads, layers and tokens of a decode rank
+stripe   the tokens of one of several replicas
 decide   the way a pair of ranks goes: direct, packed by prefill, unpacked by decode, or refused
 pair     what a direct pair computes once
 staged   what a pair computes once whose pages are brought into order in a slab of one side
@@ -14,6 +15,7 @@ from neuron_push.plan.copies import Copies, bind
 from neuron_push.plan.pair import MIN_RUN, Description, PairPlan, Way, pair
 from neuron_push.plan.staged import StagedPlan
 from neuron_push.plan.staging import staged
+from neuron_push.plan.stripe import WHOLE, Stripe
 from neuron_push.plan.ways import GOOD_RUN, MOST_COPIES, PROMPT, Means, Plan, decide
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "MIN_RUN",
     "MOST_COPIES",
     "PROMPT",
+    "WHOLE",
     "Ask",
     "Blocks",
     "Copies",
@@ -29,6 +32,7 @@ __all__ = [
     "PairPlan",
     "Plan",
     "StagedPlan",
+    "Stripe",
     "Way",
     "assign",
     "bind",

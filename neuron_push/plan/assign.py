@@ -1,13 +1,16 @@
-"""Who provides what: every (layer, head) of a decode rank gets exactly one prefill rank."""
+"""Who provides what: every (layer, head, token) of a decode rank gets exactly one prefill rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from neuron_push.errors import IncompatiblePair
 from neuron_push.geometry import Geometry, Group
+from neuron_push.plan.stripe import WHOLE, Stripe, unit_of
 
 __all__ = ["Ask", "assign"]
 
@@ -15,58 +18,148 @@ __all__ = ["Ask", "assign"]
 class Ask(msgspec.Struct, frozen=True, array_like=True):
     """What one decode rank wants of one prefill rank.
 
-    `heads` holds, per group of the decode rank, the global KV heads to send. Layers are not
-    listed: the prefill rank sends every layer that both hold (its pipeline stage).
+    `heads` holds, per group of the decode rank, the global KV heads to send, and `stripe` which
+    tokens of them. Layers are not listed: the prefill rank sends every layer that both hold (its
+    pipeline stage).
     """
 
     heads: tuple[tuple[int, ...], ...]
+    stripe: Stripe = WHOLE
 
 
-def assign(
-    destination: Geometry, sources: Sequence[Geometry], *, seat: int = 0
-) -> list[Ask | None]:
-    """Divide the heads and layers of `destination` among the prefill ranks.
+def assign(destinations: Sequence[Geometry], sources: Sequence[Geometry]) -> list[list[Ask | None]]:
+    """Divide what every decode rank holds among the prefill ranks.
 
-    Pure and deterministic: both engines compute the same answer. `seat` is the decode rank's
-    number; where several prefill ranks hold replicas of a head, decode ranks in different seats
-    start from different replicas. One replica provides a head whole.
+    Pure and deterministic. Where several prefill ranks hold replicas of a head, all of them work:
+    as many decode ranks as hold replicas too share them out, and each has its tokens striped over
+    those that fall to it. Heads whose replicas meet only in part (ranks in an order of their own)
+    are not striped, nor is anything beside state pages: one replica then provides them whole.
 
     Returns:
-        One entry per source, None where that rank is not needed.
+        For each decode rank one entry per prefill rank, None where that rank is not needed.
 
     Raises:
         IncompatiblePair: groups do not correspond, stages overlap, or nobody holds some head of
             some layer; one line per reason.
     """
-    _match_groups(destination, sources)
-    wanted: list[list[set[int]]] = [[set() for _ in destination.groups] for _ in sources]
-    missing: list[str] = []
-    for index, group in enumerate(destination.groups):
-        layers = _layers(group)
-        stages = _stages(index, layers, sources)
-        uncovered = layers.difference(*stages)
-        if uncovered:
-            missing.append(f"group {index}: no prefill rank holds {_name('layer', uncovered)}")
-        for stage, ranks in stages.items():
-            lost = _choose(group, index, ranks, sources, wanted, seat)
-            if lost:
-                missing.append(
-                    f"group {index}: no prefill rank holds {_name('head', lost)} of "
-                    f"{_name('layer', stage)}"
-                )
-    if missing:
-        raise IncompatiblePair("prefill ranks do not hold what decode needs", differences=missing)
-    return [_ask(destination, want) if any(want) else None for want in wanted]
-
-
-def _ask(destination: Geometry, wanted: list[set[int]]) -> Ask:
-    """Heads in the order in which the decode rank stores them."""
-    return Ask(
-        tuple(
-            tuple(head for head in group.heads if head in heads)
-            for group, heads in zip(destination.groups, wanted, strict=True)
-        )
+    for destination in destinations:
+        _match_groups(destination, sources)
+    decode, prefill = (
+        tuple(tuple(map(Holding.of, rank.groups)) for rank in side)
+        for side in (destinations, sources)
     )
+    division = Division(decode, prefill, unit_of((*destinations, *sources)))
+    return [division.of_rank(seat) for seat in range(len(destinations))]
+
+
+class Holding(NamedTuple):
+    """What one rank holds of one group."""
+
+    layers: frozenset[int]
+    heads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: Group) -> Holding:
+        """The layers and heads of a group."""
+        return cls(frozenset(plane.layer for plane in group.planes), group.heads)
+
+
+class Part(NamedTuple):
+    """One head of one group from one prefill rank: its whole prompt, or one share of several."""
+
+    rank: int
+    group: int
+    head: int
+    share: int
+    shares: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Both engines' ranks, by rank and group."""
+
+    decode: tuple[tuple[Holding, ...], ...]
+    prefill: tuple[tuple[Holding, ...], ...]
+    unit: int
+
+    def of_rank(self, seat: int) -> list[Ask | None]:
+        """What one decode rank asks of each prefill rank."""
+        parts = list(self._parts(seat, striped=bool(self.unit)))
+        kinds = {(part.rank, part.share, part.shares) for part in parts}
+        if len(kinds) > len({part.rank for part in parts}):
+            # An Ask has one stripe for all its heads.
+            parts = list(self._parts(seat, striped=False))
+        asks: list[Ask | None] = [None] * len(self.prefill)
+        for rank in {part.rank for part in parts}:
+            own = [part for part in parts if part.rank == rank]
+            share, shares = own[0].share, own[0].shares
+            stripe = Stripe(share, shares, self.unit) if shares > 1 else WHOLE
+            asks[rank] = Ask(self._heads(seat, own), stripe)
+        return asks
+
+    def _heads(self, seat: int, parts: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
+        """Heads in the order in which the decode rank stores them."""
+        wanted = {(part.group, part.head) for part in parts}
+        return tuple(
+            tuple(head for head in holding.heads if (index, head) in wanted)
+            for index, holding in enumerate(self.decode[seat])
+        )
+
+    def _parts(self, seat: int, *, striped: bool) -> Iterator[Part]:
+        missing: list[str] = []
+        for index, holding in enumerate(self.decode[seat]):
+            stages = self._stages(index, holding.layers)
+            uncovered = holding.layers.difference(*stages)
+            if uncovered:
+                missing.append(f"group {index}: no prefill rank holds {_name('layer', uncovered)}")
+            for stage, ranks in stages.items():
+                replicas = {head: self._holders(index, head, ranks) for head in holding.heads}
+                lost = {head for head, found in replicas.items() if not found}
+                if lost:
+                    missing.append(
+                        f"group {index}: no prefill rank holds {_name('head', lost)} of "
+                        f"{_name('layer', stage)}"
+                    )
+                for head in holding.heads if not missing else ():
+                    chosen = [replicas[head][seat % len(replicas[head])]]
+                    if striped:
+                        chosen = _share(replicas[head], *self._place(seat, index, head))
+                    for number, rank in enumerate(chosen):
+                        yield Part(rank, index, head, number, len(chosen))
+        if missing:
+            raise IncompatiblePair(
+                "prefill ranks do not hold what decode needs", differences=missing
+            )
+
+    def _stages(self, index: int, layers: frozenset[int]) -> dict[frozenset[int], list[int]]:
+        """Prefill ranks by the part of `layers` that they hold; parts are disjoint."""
+        stages: dict[frozenset[int], list[int]] = {}
+        for rank, groups in enumerate(self.prefill):
+            if stage := layers & groups[index].layers:
+                stages.setdefault(stage, []).append(rank)
+        if sum(map(len, stages)) > len(frozenset[int]().union(*stages)):
+            # An Ask names heads only, so two such ranks could not tell their layers apart.
+            raise IncompatiblePair(f"group {index}: prefill ranks hold layers that overlap in part")
+        return stages
+
+    def _holders(self, index: int, head: int, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if head in self.prefill[rank][index].heads]
+
+    def _place(self, seat: int, index: int, head: int) -> tuple[int, int]:
+        """A decode rank's place among those with the same layers of a head, and their number."""
+        layers = self.decode[seat][index].layers
+        seats = [
+            other
+            for other, groups in enumerate(self.decode)
+            if groups[index].layers == layers and head in groups[index].heads
+        ]
+        return seats.index(seat), len(seats)
+
+
+def _share(replicas: list[int], place: int, places: int) -> list[int]:
+    """The replicas that serve one of `places` decode ranks; all are in use, evenly."""
+    first, end = (at * len(replicas) // places for at in (place, place + 1))
+    return replicas[first : max(end, first + 1)]
 
 
 def _match_groups(destination: Geometry, sources: Sequence[Geometry]) -> None:
@@ -77,47 +170,6 @@ def _match_groups(destination: Geometry, sources: Sequence[Geometry]) -> None:
             raise IncompatiblePair(
                 f"KV groups: prefill rank {rank} has {prefill}, decode has {decode}"
             )
-
-
-def _layers(group: Group) -> frozenset[int]:
-    return frozenset(plane.layer for plane in group.planes)
-
-
-def _stages(
-    index: int, layers: frozenset[int], sources: Sequence[Geometry]
-) -> dict[frozenset[int], list[int]]:
-    """Prefill ranks by the part of `layers` that they hold; parts are disjoint."""
-    stages: dict[frozenset[int], list[int]] = {}
-    for rank, source in enumerate(sources):
-        if stage := layers & _layers(source.groups[index]):
-            stages.setdefault(stage, []).append(rank)
-    if sum(map(len, stages)) > len(frozenset[int]().union(*stages)):
-        # An Ask names heads only, so two such ranks could not tell their layers apart.
-        raise IncompatiblePair(f"group {index}: prefill ranks hold layers that overlap in part")
-    return stages
-
-
-def _choose(
-    group: Group,
-    index: int,
-    ranks: list[int],
-    sources: Sequence[Geometry],
-    wanted: list[list[set[int]]],
-    seat: int,
-) -> set[int]:
-    """Give each head of one stage to one rank; returns the heads that nobody holds.
-
-    Striping one head's tokens over its replicas would replace the single choice made here.
-    """
-    holders: dict[int, list[int]] = {head: [] for head in group.heads}
-    for rank in ranks:
-        for head in sources[rank].groups[index].heads:
-            if head in holders:
-                holders[head].append(rank)
-    for head, replicas in holders.items():
-        if replicas:
-            wanted[replicas[seat % len(replicas)]][index].add(head)
-    return {head for head, replicas in holders.items() if not replicas}
 
 
 def _name(noun: str, numbers: frozenset[int] | set[int]) -> str:

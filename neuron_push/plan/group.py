@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,9 @@ from neuron_push.geometry import Group
 from neuron_push.plan.blocks import Blocks, Ints, pages
 from neuron_push.plan.copies import Fragments, Part, spread
 from neuron_push.plan.lanes import Lanes
+from neuron_push.plan.stripe import Stripe
 
-__all__ = ["GroupPlan", "Table"]
+__all__ = ["GroupPlan", "Table", "squeezed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,3 +156,31 @@ def edges_of(start: int, stop: int, source_tokens: int, destination_tokens: int)
     if destination_tokens != source_tokens:
         inner = np.union1d(inner, boundaries(destination_tokens))
     return np.concatenate((np.array([start], np.int64), inner))
+
+
+def squeezed(
+    groups: Sequence[GroupPlan | None],
+    stripe: Stripe,
+    span: tuple[int, int],
+    lists: tuple[Sequence[Blocks], Sequence[Blocks]],
+    reserved: tuple[int, int],
+) -> tuple[tuple[int, int], tuple[Sequence[Blocks], Sequence[Blocks]]]:
+    """A range and the block lists of both sides, on the axis of a stripe's own tokens.
+
+    `groups` holds None where nothing is sent.
+
+    Raises:
+        PlanError: a list does not reach, or prefill lacks what decode wants; in the prompt's own
+            numbers, and whoever sends those tokens.
+    """
+    if stripe.count == 1:
+        return span, lists
+    ours, theirs = map(list, lists)
+    for index, plan in enumerate(groups):
+        if plan is not None:
+            read, written = ours[index], theirs[index]
+            if span[0] < span[1]:
+                plan.present(*span, read, written, reserved)
+            ours[index] = stripe.blocks(read, plan.source.block_tokens)
+            theirs[index] = stripe.blocks(written, plan.destination.block_tokens)
+    return (stripe.before(span[0]), stripe.before(span[1])), (ours, theirs)

@@ -12,8 +12,9 @@ from neuron_push.geometry import Geometry, Group
 from neuron_push.plan.assign import Ask
 from neuron_push.plan.blocks import Blocks
 from neuron_push.plan.copies import Copies, Part, total
-from neuron_push.plan.group import GroupPlan
+from neuron_push.plan.group import GroupPlan, squeezed
 from neuron_push.plan.lanes import lanes_of
+from neuron_push.plan.stripe import WHOLE, Stripe, check_stripe
 
 __all__ = ["MIN_RUN", "Description", "PairPlan", "Way", "pair"]
 
@@ -42,6 +43,8 @@ class PairPlan:
     # Block ids below these are holes.
     source_reserved: int
     destination_reserved: int
+    # Which tokens this prefill rank sends; ranges and lists are those of the whole prompt.
+    stripe: Stripe = WHOLE
 
     @property
     def way(self) -> Way:
@@ -79,7 +82,7 @@ class PairPlan:
         *,
         last: bool = False,
     ) -> Copies:
-        """Copies for the tokens [start, stop), given each group's blocks on both sides.
+        """Copies for this rank's share of [start, stop), given each group's blocks on both sides.
 
         Destination holes are not written. Nothing outside the range is written, except the tail of
         a widened page (see `start_granularity`). State pages, which every step overwrites, travel
@@ -97,16 +100,18 @@ class PairPlan:
                 f"{len(self.groups)}"
             )
         reserved = self.source_reserved, self.destination_reserved
+        sent = [plan if plan.lanes else None for plan in self.groups]
+        span, lists = squeezed(sent, self.stripe, (start, stop), (source, destination), reserved)
         parts: list[Part] = []
-        for plan, read, written in zip(self.groups, source, destination, strict=True):
+        for plan, read, written in zip(self.groups, *lists, strict=True):
             if plan.source.kind != "state":
-                parts += plan.parts(start, stop, read, written, reserved)
+                parts += plan.parts(*span, read, written, reserved)
             elif last:
                 parts += plan.state_parts(read, written, reserved)
         return total(parts)
 
     def describe(self) -> Description:
-        """Way, copies and bytes for a long prompt in scattered blocks."""
+        """Way, copies and bytes of this rank for a long prompt in scattered blocks."""
         copies = volume = 0.0
         for plan in self.groups:
             if plan.source.kind == "state":
@@ -125,8 +130,8 @@ class PairPlan:
         return {
             "way": self.way,
             "run_bytes": round(volume / copies) if copies else 0,
-            "copies_per_1000_tokens": round(copies),
-            "bytes_per_1000_tokens": round(volume),
+            "copies_per_1000_tokens": round(copies / self.stripe.count),
+            "bytes_per_1000_tokens": round(volume / self.stripe.count),
         }
 
 
@@ -146,11 +151,12 @@ def pair(source: Geometry, destination: Geometry, ask: Ask, *, min_run: int = MI
         groups = source.groups[index], destination.groups[index]
         lanes = lanes_of(*groups, heads, source.element_bytes, min_run) if heads else ()
         plans.append(GroupPlan(*groups, lanes))
-    return PairPlan(tuple(plans), source.reserved_blocks, destination.reserved_blocks)
+    reserved = source.reserved_blocks, destination.reserved_blocks
+    return PairPlan(tuple(plans), *reserved, ask.stripe)
 
 
 def check_pair(source: Geometry, destination: Geometry, ask: Ask) -> None:
-    """Raise IncompatiblePair unless elements, groups and heads of the two correspond."""
+    """Raise IncompatiblePair unless elements, groups, heads and blocks of the two correspond."""
     if source.element_bytes != destination.element_bytes:
         raise IncompatiblePair(
             f"elements have {source.element_bytes} bytes on prefill and "
@@ -162,6 +168,7 @@ def check_pair(source: Geometry, destination: Geometry, ask: Ask) -> None:
             f"KV groups: prefill has {kinds[0]}, decode has {kinds[1]} and asks for "
             f"{len(ask.heads)}"
         )
+    check_stripe(ask.stripe, source, destination)
     for index, heads in enumerate(ask.heads):
         _check_ask(index, (source.groups[index], destination.groups[index]), heads)
 

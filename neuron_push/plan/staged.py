@@ -23,10 +23,11 @@ from neuron_push.errors import PlanError
 from neuron_push.geometry import Geometry, Region
 from neuron_push.plan.blocks import Blocks
 from neuron_push.plan.copies import Copies, total
-from neuron_push.plan.group import GroupPlan, Table
+from neuron_push.plan.group import GroupPlan, Table, squeezed
 from neuron_push.plan.image import Image
 from neuron_push.plan.pair import Description, PairPlan
 from neuron_push.plan.rows import Rearrangement
+from neuron_push.plan.stripe import Stripe
 from neuron_push.transform import Rows
 
 __all__ = ["Stage", "StagedPlan"]
@@ -46,8 +47,9 @@ class Stage:
 class StagedPlan:
     """Everything about one staged pair that no request changes.
 
-    A range travels in pieces of at most `tokens`, cut at multiples of `grain`; each uses one slab
-    of `slab_bytes`. `rows` and `copies` of a piece take the same arguments.
+    A range travels in pieces that hold at most `tokens` of this rank's own, cut at multiples of
+    `grain`; each uses one slab of `slab_bytes`. `rows` and `copies` of a piece take the same
+    arguments: ranges and lists are those of the whole prompt.
     """
 
     way: Literal["packed", "unpacked"]
@@ -60,6 +62,7 @@ class StagedPlan:
     grain: int
     slab_bytes: int
     staged_geometry: Geometry  # the side with the slab; its last region is the slab, at address 0
+    stripe: Stripe  # which tokens this prefill rank sends
 
     def start_granularity(self, group: int) -> int:
         """Token ranges of this group may start at multiples of this (see PairPlan)."""
@@ -90,7 +93,7 @@ class StagedPlan:
         Raises:
             PlanError: as PairPlan.copies, or the piece does not fit into a slab.
         """
-        self._require(start, stop, source, destination)
+        (start, stop), (source, destination) = self._own(start, stop, source, destination)
         wire = self.wire
         reserved = wire.source_reserved, wire.destination_reserved
         parts = []
@@ -118,7 +121,7 @@ class StagedPlan:
         slab: int,
     ) -> list[Rows]:
         """What packing (before the WRITE) or unpacking (after it) copies; `slab` is an address."""
-        self._require(start, stop, source, destination)
+        (start, stop), (source, destination) = self._own(start, stop, source, destination)
         packed = self.way == "packed"
         found: list[Rows] = []
         for index, stage in enumerate(self.stages):
@@ -153,11 +156,18 @@ class StagedPlan:
 
     def describe(self) -> Description:
         """Way, copies and bytes of the WRITEs for a long prompt in scattered blocks."""
-        return {**self.wire.describe(), "way": self.way}
+        whole, count = self.wire.describe(), self.stripe.count
+        return {
+            "way": self.way,
+            "run_bytes": whole["run_bytes"],
+            "copies_per_1000_tokens": round(whole["copies_per_1000_tokens"] / count),
+            "bytes_per_1000_tokens": round(whole["bytes_per_1000_tokens"] / count),
+        }
 
-    def _require(
+    def _own(
         self, start: int, stop: int, source: Sequence[Blocks], destination: Sequence[Blocks]
-    ) -> None:
+    ) -> tuple[tuple[int, int], tuple[Sequence[Blocks], Sequence[Blocks]]]:
+        """A piece on the axis of this rank's own tokens, if it is one that fits into a slab."""
         if not 0 <= start <= stop:
             raise PlanError(f"token range {start} to {stop} is malformed")
         if not len(source) == len(destination) == len(self.stages):
@@ -165,6 +175,15 @@ class StagedPlan:
                 f"block lists for {len(source)} and {len(destination)} groups, not "
                 f"{len(self.stages)}"
             )
+        reserved = self.source.reserved_blocks, self.destination.reserved_blocks
+        sent = [
+            plan if stage else None for plan, stage in zip(self.pairs, self.stages, strict=True)
+        ]
+        span, lists = squeezed(sent, self.stripe, (start, stop), (source, destination), reserved)
+        self._require_room(*span)
+        return span, lists
+
+    def _require_room(self, start: int, stop: int) -> None:
         for index, stage in enumerate(self.stages):
             if stage is None:
                 continue

@@ -17,6 +17,7 @@ from neuron_push.plan.pair import check_pair, pair
 from neuron_push.plan.pieces import Pieces
 from neuron_push.plan.rows import Rearrangement
 from neuron_push.plan.staged import Stage, StagedPlan
+from neuron_push.plan.stripe import WHOLE
 
 __all__ = ["staged"]
 
@@ -63,13 +64,15 @@ def staged(
         way=way,
         source=source,
         destination=destination,
-        wire=pair(*ends, ask, min_run=min_run),
+        # It sees the squeezed axis alone.
+        wire=pair(*ends, replace(ask, stripe=WHOLE), min_run=min_run),
         pairs=pairs,
         stages=stages,
         tokens=tokens,
         grain=grain,
         slab_bytes=_bytes(images, tokens),
         staged_geometry=view,
+        stripe=ask.stripe,
     )
 
 

@@ -64,7 +64,10 @@ class Soon(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """On a WRITE itself: this rank's share of tokens [start, stop) has landed."""
+    """On a WRITE itself: this rank's share of tokens [start, stop) has landed.
+
+    Where replicas take turns along the prompt (`Hello.stripe`), that is its own turns of the range.
+    """
 
     attempt: int
     start: int

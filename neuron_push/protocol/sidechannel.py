@@ -87,8 +87,9 @@ class Hello(Message, frozen=True):
     """A decode rank opens a link to a prefill rank.
 
     `ask` lists, per KV group of the decode rank, the global KV heads this prefill rank must
-    provide. `sharers` counts the decode ranks of that engine that ask this prefill rank for
-    anything: it serves a prompt to all of them before it lets go.
+    provide, and `stripe` (index, count, unit) which of several replicas it is: it sends every
+    `count`-th unit of so many tokens. `sharers` counts the decode ranks of that engine that ask
+    this prefill rank for anything: it serves a prompt to all of them before it lets go.
     """
 
     engine: str
@@ -102,6 +103,7 @@ class Hello(Message, frozen=True):
     ask: tuple[tuple[int, ...], ...]
     sharers: int
     slabs: Slabs | None = None  # for pages that decode unpacks; None if it cannot
+    stripe: tuple[int, int, int] = (0, 1, 1)
 
 
 class Welcome(Message, frozen=True):

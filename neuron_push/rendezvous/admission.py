@@ -5,7 +5,16 @@ from __future__ import annotations
 from neuron_push.config import Config
 from neuron_push.errors import PeerError, PlanError
 from neuron_push.geometry import Geometry, check
-from neuron_push.plan import Ask, Blocks, Means, Plan, StagedPlan, decide, decode_runs
+from neuron_push.plan import (
+    Ask,
+    Blocks,
+    Means,
+    Plan,
+    StagedPlan,
+    Stripe,
+    decide,
+    decode_runs,
+)
 from neuron_push.protocol import MAX_BLOCKS, Hello, Register, Slabs
 from neuron_push.rendezvous.links import Context, Link, owns
 from neuron_push.rendezvous.producer import Sending
@@ -32,7 +41,8 @@ def admit_hello(hello: Hello, context: Context) -> Plan | str:
     try:
         check(hello.geometry)
         check_slabs(hello.slabs, hello.geometry)
-        return decide(me.geometry, hello.geometry, Ask(hello.ask), _means(context, hello.slabs))
+        ask = Ask(hello.ask, Stripe(*hello.stripe))
+        return decide(me.geometry, hello.geometry, ask, _means(context, hello.slabs))
     except PlanError as error:
         return str(error)
 
@@ -82,12 +92,13 @@ def _cut(link: Link, config: Config) -> tuple[int, int]:
     """(grain, tokens per WRITE) of transfers towards a link."""
     plan = link.plan
     assert plan is not None
+    span = plan.stripe.span
     if isinstance(plan, StagedPlan):
-        return plan.grain, plan.tokens
+        return plan.grain, span(plan.tokens)
     if plan.grain > MOST_GRAIN:
         return ONE_PIECE, ONE_PIECE
     token = _bytes_per_token(link.geometry)
-    most = config.slice_bytes // max(1, token)
+    most = span(config.slice_bytes // max(1, token))
     return plan.grain, max(plan.grain, most // plan.grain * plan.grain)
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from neuron_push.errors import PlanError
 from neuron_push.geometry import Geometry, GeometryError, check
-from neuron_push.plan import MIN_RUN, Ask, StagedPlan, assign, staged
+from neuron_push.plan import MIN_RUN, Ask, StagedPlan, Stripe, assign, staged
 from neuron_push.protocol import (
     MAX_SLABS,
     Address,
@@ -113,21 +113,18 @@ class Routes:
         try:
             for rank in theirs.ranks:
                 check(rank.geometry)
-            asks = assign(me.geometry, [r.geometry for r in theirs.ranks], seat=me.rank)
-            sharers = _sharers(theirs, ours)
+            asks, sharers = _asks(me.rank, theirs, ours)
         except PlanError as error:
             return self._fail(route, str(error))
         route.engine = theirs.engine
-        for rank, ask, number in zip(theirs.ranks, asks, sharers, strict=True):
-            if ask is None:
-                continue
+        for (rank, ask), number in zip(asks, sharers, strict=True):
             link = self._open_link(route.engine, rank)
             if link is not None:
                 route.links.append(link)
                 continue
             self._greet(route, rank, Hello(
                 me.engine, me.rank, me.incarnation, 0, me.semantics, me.geometry,
-                context.agent, context.metadata, ask.heads, max(1, number), me.slabs,
+                context.agent, context.metadata, ask.heads, number, me.slabs, astuple(ask.stripe),
             ))  # fmt: skip
         return self._check_ready(route, now)
 
@@ -197,7 +194,8 @@ class Routes:
         if me.slabs is None:
             raise PlanError("this rank does not reorder")
         return staged(
-            greeting.peer.geometry, me.geometry, Ask(greeting.hello.ask), "unpacked",
+            greeting.peer.geometry, me.geometry,
+            Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe)), "unpacked",
             me.slabs.slab_bytes, min_run=min(self._context.config.min_run, MIN_RUN),
         )  # fmt: skip
 
@@ -234,15 +232,22 @@ class Routes:
         return route.waiting, reason
 
 
-def _sharers(theirs: EngineInfo, ours: EngineInfo) -> list[int]:
-    """For each prefill rank, how many of our engine's ranks ask it for anything."""
-    sources = [rank.geometry for rank in theirs.ranks]
-    counts = [0] * len(sources)
-    for rank in ours.ranks:
-        asks: list[Ask | None] = assign(rank.geometry, sources, seat=rank.rank)
-        for index, ask in enumerate(asks):
-            counts[index] += ask is not None
-    return counts
+def _asks(
+    me: int, theirs: EngineInfo, ours: EngineInfo
+) -> tuple[list[tuple[RankInfo, Ask]], list[int]]:
+    """What this rank asks of which prefill ranks, and how many of ours ask each for anything.
+
+    All of our ranks see the same, in whatever order the listeners name them.
+    """
+    sources, seats = (sorted(side.ranks, key=lambda info: info.rank) for side in (theirs, ours))
+    numbers = [info.rank for info in seats]
+    if me not in numbers:
+        raise PlanError(f"rank {me} is not among those that {ours.engine} lists: {numbers}")
+    table = assign([info.geometry for info in seats], [info.geometry for info in sources])
+    mine = table[numbers.index(me)]
+    wanted = [(info, ask) for info, ask in zip(sources, mine, strict=True) if ask is not None]
+    counts = [sum(row[info] is not None for row in table) for info, ask in enumerate(mine) if ask]
+    return wanted, counts
 
 
 def check_slabs(slabs: Slabs | None, geometry: Geometry) -> None:

@@ -235,6 +235,8 @@ class Process:
         write = world.memory.start(self, action)
         self.writes[action.write] = write
         world.writes.append(write)
+        if not write.pieces:
+            world.at(world.rng.uniform(0, world.faults.write_slow), lambda: land(write))
         for piece in range(len(write.pieces)):
             world.at(world.rng.uniform(0, world.faults.write_slow), lambda p=piece: land(write, p))
 
@@ -270,8 +272,8 @@ class Process:
                 write.ghost = self.world.memory.snapshot(write)
 
 
-def land(write, index):
-    """Land one piece if the target's and the writer's generation are open."""
+def land(write, index=None):
+    """Land one piece, or no bytes at all, if the target's and the writer's generation are open."""
     world, writer = write.writer.world, write.writer
     if write.over:
         return
@@ -281,8 +283,9 @@ def land(write, index):
             gone = ev.WriteEnded(write.post.write, "broken", "remote disconnect")
             world.at(world.delay(), lambda: end(write, gone))
         return
-    world.memory.land(write, write.pieces[index])
-    write.pieces[index] = []
+    if index is not None:
+        world.memory.land(write, write.pieces[index])
+        write.pieces[index] = []
     if any(write.pieces):
         return
     write.over = True

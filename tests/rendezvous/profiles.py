@@ -14,6 +14,8 @@ WILD = Faults(
     false_unreachable=0.001, refuse=0.03, unposted=0.005, stuck=0.002,
 )  # fmt: skip
 ONE, TWO, FOUR, STAGED = Shape(1), Shape(2, 1, 8), Shape(4, 1, 6), Shape(1, 2)
+# Two replicas of each head.
+EIGHT, EIGHT_APART = Shape(8), Shape(8, apart=True)
 
 # K and V apart on one side, side by side on the other: somebody has to reorder.
 APART, APART_TWO = Shape(apart=True), Shape(2, 1, 8, apart=True)
@@ -82,5 +84,14 @@ PROFILES = {
     "chaos, TP 2 to 1": replace(CHAOS, prefills=(TWO,), decodes=(ONE,)),
     "chaos, TP 1 to 2": replace(CHAOS, prefills=(ONE,), decodes=(TWO,)),
     "chaos, TP 4 to 2": replace(CHAOS, prefills=(FOUR,), decodes=(TWO,)),
+    "striped over replicas": Profile(prefills=(EIGHT,), requests=6, long=True),
+    "striped, losses": Profile(
+        replace(LOSSY, reorder=True), prefills=(EIGHT,), decodes=(TWO,), requests=7, long=True,
+        aborts=0.1, preempt=0.2,
+    ),
+    "striped and unpacked, crashes": Profile(
+        replace(LOSSY, hang=0.5), prefills=(EIGHT_APART,), decodes=(UNPACKER,), requests=7,
+        long=True, crashes=1, freezes=1,
+    ),
     "chaos, PP 2 to 1": replace(CHAOS, prefills=(STAGED,), decodes=(ONE,)),
 }  # fmt: skip

@@ -30,6 +30,7 @@ class Profile:
     false_deaths: int = 0
     aliases: float = 0.0  # share of requests that call the prefill engine by another address
     malice: int = 0  # absurd events
+    long: bool = False  # prompts that replicas divide
     both: bool = False  # every engine prefills and decodes
     spared: str = ""  # an engine that has no trouble and whose peers must not feel any
 
@@ -103,7 +104,8 @@ class Request:
         self.prompt = "twin" if twin else f"prompt{number}"
         transfer = "" if twin or world.chance(0.2) else f"t{number}"
         base = "twin" if twin else f"b{number}"
-        self.tokens = 21 if twin else rng.choice([1, 3, 4, 8, 9, 21, 40])
+        lengths = [9, 64, 100, 160] if profile.long else [1, 3, 4, 8, 9, 21, 40]
+        self.tokens = 21 if twin else rng.choice(lengths)
         self.match = Match(transfer, base, self.prompt.encode(), self.tokens)
         self.source = -1
         begin = rng.uniform(0, profile.seconds)

@@ -29,8 +29,9 @@ class Shape:
         return self.tp * self.pp
 
     def heads(self, rank: int) -> tuple[int, ...]:
-        share = HEADS // self.tp
-        seat = rank % self.tp
+        seat, share = rank % self.tp, HEADS // self.tp
+        if not share:  # replicas
+            return (seat * HEADS // self.tp,)
         return tuple(range(seat * share, (seat + 1) * share))
 
     def layers(self, rank: int) -> tuple[int, ...]:
@@ -38,14 +39,17 @@ class Shape:
         stage = rank // self.tp
         return tuple(range(stage * share, (stage + 1) * share))
 
-    def providers(self, rank: int, prefill: Shape) -> list[int]:
-        """Prefill ranks that hold something of what a decode rank of this shape holds."""
-        return [
-            other
-            for other in range(prefill.world)
-            if set(self.heads(rank)) & set(prefill.heads(other))
-            and set(self.layers(rank)) & set(prefill.layers(other))
-        ]
+    def providers(self, rank: int, prefill: Shape) -> list[list[int]]:
+        """Prefill ranks that hold something of what a decode rank of this shape holds.
+
+        Replicas of each other stand together: any of them may send a token, but only one.
+        """
+        alike: dict[tuple, list[int]] = {}
+        for other in range(prefill.world):
+            holding = prefill.heads(other), prefill.layers(other)
+            if set(self.heads(rank)) & set(holding[0]) and set(self.layers(rank)) & set(holding[1]):
+                alike.setdefault(holding, []).append(other)
+        return list(alike.values())
 
     def staging(self) -> Slabs | None:
         if not self.slabs:

@@ -56,13 +56,22 @@ def test_a_world_replays_from_its_seed():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["healthy", "healthy, larger decode blocks", "preemption"])
+QUIET = ["healthy", "healthy, larger decode blocks", "preemption", "striped over replicas"]
+
+
+@pytest.mark.parametrize("name", QUIET)
 def test_without_faults_every_request_is_received_and_no_link_is_lost(name):
     for seed in range(10):
         world = play(name, seed)
         assert world.outcomes["Received"] > 0
         assert world.outcomes["ReceiveFailed"] == 0
         assert world.counts["links_lost", ""] == 0
+
+
+def test_every_replica_of_a_head_sends_its_share():
+    worlds = [play("striped over replicas", seed) for seed in range(5)]
+    writers = {cell[3] for world in worlds for cell in world.engines["D0"].cells}
+    assert writers == set(range(8))
 
 
 def test_trouble_really_happens():
