@@ -28,7 +28,7 @@ class Receive(_Record, frozen=True):
     means that the group does not want those tokens. `start == stop` tells the prefill engine
     that nothing is wanted; nothing is reported then. `hold_failure` delays the report of a
     failure until no WRITE can land any more (needed when vLLM recomputes into the same
-    blocks).
+    blocks). `pull`: READ a finished prompt instead of waiting for its WRITEs.
     """
 
     attempt: int
@@ -43,6 +43,7 @@ class Receive(_Record, frozen=True):
     pin: int
     patience: float
     hold_failure: bool = False
+    pull: bool = False
 
 
 class Abandon(_Record, frozen=True):

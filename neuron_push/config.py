@@ -46,8 +46,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_threads: Annotated[int, Meta(ge=0, le=64)] = 0
     """Posting threads inside the NIXL backend. 0: the transfer thread posts itself."""
 
-    mode: Literal["push"] = "push"
-    """Who moves the bytes. Only "push" for now: the prefill engine WRITEs."""
+    mode: Literal["auto", "push", "pull"] = "auto"
+    """Who moves the bytes. "push": the prefill engine WRITEs. "pull": the decode engine READs what
+    the prefill engine has finished. "auto": each request says, by carrying the block ids of a
+    finished prefill or not. A request that contradicts a fixed mode is refused."""
 
     streaming: Literal["chunk", "off"] = "chunk"
     """"chunk": tokens travel as soon as their prefill chunk is settled. "off": one go at the

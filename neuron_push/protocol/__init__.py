@@ -41,6 +41,8 @@ from neuron_push.protocol.notifications import (
     Done,
     Failed,
     Grant,
+    Kept,
+    Lend,
     Match,
     Move,
     Moved,
@@ -51,6 +53,7 @@ from neuron_push.protocol.notifications import (
     Return,
     Side,
     Soon,
+    Taken,
 )
 from neuron_push.protocol.sidechannel import (
     Address,
@@ -101,6 +104,8 @@ __all__ = [
     "Held",
     "Hello",
     "Holds",
+    "Kept",
+    "Lend",
     "Match",
     "Move",
     "Moved",
@@ -115,6 +120,7 @@ __all__ = [
     "SideChannelMessage",
     "Slabs",
     "Soon",
+    "Taken",
     "TraceEvent",
     "Welcome",
     "Who",

@@ -18,7 +18,15 @@ from neuron_push.protocol.limits import (
     VERSION,
 )
 from neuron_push.protocol.message import Message
-from neuron_push.protocol.notifications import Done, Grant, Need, Notification, Register, Return
+from neuron_push.protocol.notifications import (
+    Done,
+    Grant,
+    Lend,
+    Need,
+    Notification,
+    Register,
+    Return,
+)
 from neuron_push.protocol.sidechannel import EngineInfo, SideChannelMessage
 
 _encoder = msgspec.msgpack.Encoder()
@@ -51,6 +59,8 @@ def decode_notification(frame: bytes) -> Notification:
         _check_register(message)
     elif isinstance(message, Need | Grant | Return) and not 0 < message.piece <= MAX_PIECE:
         raise PeerError(f"{type(message).__name__} names piece {message.piece}")
+    elif isinstance(message, Lend) and len(message.blocks) > MAX_GROUPS:
+        raise PeerError(f"Lend lists {len(message.blocks)} groups; the limit is {MAX_GROUPS}")
     elif isinstance(message, Done) and not 0 <= message.start < message.stop:
         raise PeerError(f"Done names the empty or negative range {message.start}..{message.stop}")
     return message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = b"NP"
 
 # A registration of a million tokens in fragmented 16-token blocks is about 400 KiB; UCX and

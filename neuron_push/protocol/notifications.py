@@ -37,7 +37,8 @@ class Match(msgspec.Struct, frozen=True, array_like=True):
 class Register(Message, frozen=True):
     """Decode -> prefill: blocks reserved for tokens [start, stop); WRITE into them.
 
-    start == stop says that nothing is wanted and the prompt may be let go.
+    start == stop says that nothing is wanted and the prompt may be let go. `pull` asks for the
+    loan of the prompt's blocks instead, to READ them; it names no blocks.
     `attempt` grows with every registration of the decode engine's incarnation. `link` repeats
     the hello's: a copy that was sent over an earlier link may name blocks given back since.
     """
@@ -49,6 +50,7 @@ class Register(Message, frozen=True):
     stop: int
     blocks: tuple[BlockList, ...]
     patience_ms: int
+    pull: bool = False
 
 
 class Registered(Message, frozen=True):
@@ -102,6 +104,29 @@ class Return(Message, frozen=True):
     piece: int
 
 
+class Lend(Message, frozen=True):
+    """Prefill -> decode: the blocks that hold tokens [start, stop), to be READ. Repeated.
+
+    They are held for this attempt until it says `Taken` or `Cancel`. Only `Kept` says that they
+    were: a prefill rank that takes decode for dead lets them go.
+    """
+
+    attempt: int
+    blocks: tuple[BlockList, ...]
+
+
+class Taken(Message, frozen=True):
+    """Decode -> prefill: every READ of this attempt has ended. Repeated until answered."""
+
+    attempt: int
+
+
+class Kept(Message, frozen=True):
+    """Prefill -> decode: the blocks lent were held until `Taken` came, so what was READ is good."""
+
+    attempt: int
+
+
 class Failed(Message, frozen=True):
     """Prefill -> decode: this attempt will not complete. Not yet a promise of quiet."""
 
@@ -110,7 +135,10 @@ class Failed(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Decode -> prefill: stop; answer `Cancelled` when nothing is or will be in flight."""
+    """Decode -> prefill: stop; answer `Cancelled` when nothing is or will be in flight.
+
+    Of a pull: no READ is in flight and none will be posted.
+    """
 
     attempt: int
     reason: str
@@ -154,6 +182,9 @@ Notification = (
     | Need
     | Grant
     | Return
+    | Lend
+    | Taken
+    | Kept
     | Failed
     | Cancel
     | Cancelled

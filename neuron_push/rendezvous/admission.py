@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from neuron_push.config import Config
 from neuron_push.errors import PeerError, PlanError
-from neuron_push.geometry import Geometry, check
-from neuron_push.plan import (
-    Ask,
-    Blocks,
-    Means,
-    Plan,
-    StagedPlan,
-    Stripe,
-    decide,
-    decode_runs,
-)
-from neuron_push.protocol import MAX_BLOCKS, Hello, Register, Slabs
+from neuron_push.geometry import check
+from neuron_push.plan import Ask, Blocks, Means, Plan, Stripe, decide
+from neuron_push.protocol import Hello, Register, Slabs
+from neuron_push.rendezvous.blocklists import decode_blocks
+from neuron_push.rendezvous.cuts import cut_of
 from neuron_push.rendezvous.links import Context, Link, owns
 from neuron_push.rendezvous.producer import Sending
 from neuron_push.rendezvous.routes import check_slabs
 
-# Largest grain at which a transfer is cut: the least common multiple of all block sizes,
-# unless that is absurd; then a prompt travels in one piece.
-MOST_GRAIN = 1 << 14
-ONE_PIECE = 1 << 40
 # A day: what `Config.patience` allows.
 MOST_PATIENCE = 86_400.0
 
@@ -57,58 +45,17 @@ def _means(context: Context, theirs: Slabs | None) -> Means:
     )
 
 
-def admit_register(link: Link, message: Register, config: Config, now: float) -> Sending:
+def admit_register(link: Link, message: Register, context: Context, now: float) -> Sending:
     """The sending that a registration asks for; raises PeerError or PlanError if it is unfit."""
-    blocks = _blocks(link.geometry, message)
-    grain, most = _cut(link, config)
-    expires = now + min(message.patience_ms / 1000, MOST_PATIENCE)
-    return Sending(link, message, blocks, grain, most, now, expires)
-
-
-def _blocks(geometry: Geometry, message: Register) -> tuple[Blocks, ...]:
-    """The blocks that a registration lists, group by group."""
-    groups = geometry.groups
-    if len(message.blocks) != len(groups):
-        raise PeerError(f"{len(message.blocks)} block lists for {len(groups)} KV groups")
-    blocks = []
-    for group, entry in zip(groups, message.blocks, strict=True):
-        ids = decode_runs(entry.runs, MAX_BLOCKS)
-        if entry.first < 0 or (ids.size and int(ids.max()) >= group.num_blocks):
-            raise PeerError("a block id or index lies outside the registered pages")
-        low, high = entry.first, entry.first + ids.size
-        if message.start < message.stop and group.kind in ("full", "mla") and not (
-            low * group.block_tokens <= message.start
-            and message.stop <= high * group.block_tokens
-        ):  # fmt: skip
-            raise PeerError(
-                f"blocks {low}..{high} of {group.block_tokens} tokens do not hold tokens "
-                f"{message.start}..{message.stop}"
-            )
-        blocks.append(Blocks(entry.first, ids))
-    return tuple(blocks)
-
-
-def _cut(link: Link, config: Config) -> tuple[int, int]:
-    """(grain, tokens per WRITE) of transfers towards a link."""
-    plan = link.plan
+    config, plan = context.config, link.plan
     assert plan is not None
-    span = plan.stripe.span
-    if isinstance(plan, StagedPlan):
-        return plan.grain, span(plan.tokens)
-    if plan.grain > MOST_GRAIN:
-        return ONE_PIECE, ONE_PIECE
-    token = _bytes_per_token(link.geometry)
-    most = span(config.slice_bytes // max(1, token))
-    return plan.grain, max(plan.grain, most // plan.grain * plan.grain)
-
-
-def _bytes_per_token(geometry: Geometry) -> int:
-    """Bytes that one token takes on one rank, over all groups and layers."""
-    total = 0
-    for group in geometry.groups:
-        for plane in group.planes:
-            if plane.page_bytes:
-                total += plane.page_bytes // group.page_tokens
-            else:
-                total += plane.width * geometry.element_bytes * max(1, len(group.heads))
-    return total
+    if message.pull and config.mode == "push":
+        raise PeerError('this prefill engine is set to "mode": "push" and lends no blocks')
+    blocks: tuple[Blocks, ...] = ()
+    if message.pull and message.blocks:
+        raise PeerError("a registration to pull names blocks to WRITE into")
+    if not message.pull:
+        blocks = decode_blocks(link.geometry, message.blocks, message.start, message.stop)
+    cut = cut_of(plan, link.geometry, config.slice_bytes)
+    expires = now + min(message.patience_ms / 1000, MOST_PATIENCE)
+    return Sending(link, message, blocks, cut.grain, cut.most, now, expires)

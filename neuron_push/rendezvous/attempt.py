@@ -9,7 +9,8 @@
 
 A *share* is what one prefill rank owes an attempt. It is *quiet* when no WRITE of that rank
 for this attempt can land any more: it said `Cancelled`, or it was fenced, or everything it
-owed has landed (a prefill rank never posts the same tokens of an attempt twice). The pin on
+owed has landed (a prefill rank never posts the same tokens of an attempt twice); if we READ it
+(reads.py), none of our READs is in flight. The pin on
 the blocks goes exactly when every share is quiet, never on a timeout (promise 1).
 
 `ATTEMPT_MOVES` is the whole transition table; leaving it is a defect of ours.
@@ -29,6 +30,7 @@ from neuron_push.protocol import Register
 from neuron_push.rendezvous.landing import Landing
 from neuron_push.rendezvous.links import Link
 from neuron_push.rendezvous.ranges import RangeSet
+from neuron_push.rendezvous.reads import Reading
 
 
 class AttemptState(Enum):
@@ -57,6 +59,17 @@ class Share:
     quiet: bool = False
     landed: RangeSet = field(default_factory=RangeSet)
     landing: Landing = field(default_factory=Landing)  # of a staged share
+    reading: Reading | None = None  # if we READ it
+
+    @property
+    def owed(self) -> bool:
+        """Whether its peer is still needed."""
+        return not self.quiet if self.reading is None else not self.reading.kept
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether the tokens [start, stop) are here and good."""
+        good = self.reading is None or self.reading.kept
+        return good and self.landed.covers(start, stop)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from neuron_push.commands import Abandon, Receive, Received, ReceiveFailed, Unpinned
-from neuron_push.errors import ProtocolError
+from neuron_push.errors import PeerError, PlanError, ProtocolError
 from neuron_push.plan import encode_runs
 from neuron_push.protocol import (
     BlockList,
@@ -13,6 +13,8 @@ from neuron_push.protocol import (
     Cancelled,
     Done,
     Failed,
+    Kept,
+    Lend,
     Need,
     Register,
     Registered,
@@ -21,9 +23,13 @@ from neuron_push.protocol import (
     clip,
 )
 from neuron_push.rendezvous.attempt import Attempt, AttemptState, Share
-from neuron_push.rendezvous.events import Tell, Unpacked
+from neuron_push.rendezvous.events import ReadEnded, Tell, Unpacked
 from neuron_push.rendezvous.landing import Landings
 from neuron_push.rendezvous.links import Context, Link
+from neuron_push.rendezvous.reads import Reads
+
+FromPrefill = Registered | Soon | Done | Failed | Cancelled | Need | Return | Lend | Kept
+PUSHED, PULLED = (Done, Need, Return), (Lend, Kept)  # what only one kind of share may hear
 
 
 class Consumer:
@@ -33,6 +39,7 @@ class Consumer:
         self._context = context
         self.attempts: dict[int, Attempt] = {}
         self.landings = Landings(context)
+        self.reads = Reads(context, self.landings)
 
     @property
     def announced(self) -> bool:
@@ -55,8 +62,11 @@ class Consumer:
             return
         attempt.move(AttemptState.WAITING)
         for link in links:
-            attempt.shares[link.id] = Share(link, quiet=attempt.wants_nothing)
+            reading = self.reads.reading(link) if attempt.command.pull else None
+            quiet = attempt.wants_nothing or reading is not None
+            attempt.shares[link.id] = Share(link, quiet=quiet, reading=reading)
             link.sessions += 1
+        attempt.announced = attempt.command.pull  # what is to be READ is there already
         attempt.register = self._register(attempt, now)
         self._send_registers(attempt, now)
         self._complete(attempt, now)
@@ -75,22 +85,25 @@ class Consumer:
 
     # ------------------------------------------------------------------ from the peers
 
-    def on_message(
-        self,
-        link: Link,
-        message: Registered | Soon | Done | Failed | Cancelled | Need | Return,
-        now: float,
-    ) -> None:
+    def on_message(self, link: Link, message: FromPrefill, now: float) -> None:
         """Apply one notification of a prefill rank, if it concerns a live share of its own."""
         attempt = self.attempts.get(message.attempt)
         share = attempt.shares.get(link.id) if attempt else None
         if attempt is None or share is None:
             self._context.count("stale_messages", label=type(message).__name__)
-            if attempt is None and isinstance(message, Failed | Need):
+            if attempt is None and isinstance(message, Failed | Need | Lend):
                 self._context.send(link, Cancel(message.attempt, "this attempt is over"))
             return
         share.answered = True
-        if isinstance(message, Need):
+        if isinstance(message, PUSHED if share.reading else PULLED):
+            kind = "pulled" if share.reading else "pushed"
+            label = f"{type(message).__name__} of what is {kind}"
+            self._context.count("rejected_messages", label=label)
+        elif isinstance(message, Lend):
+            self._on_lend(attempt, share, message, now)
+        elif isinstance(message, Kept):
+            self.reads.confirmed(share)
+        elif isinstance(message, Need):
             self.landings.on_need(attempt, share, message)
         elif isinstance(message, Return):
             self.landings.on_return(attempt, share, message)
@@ -109,13 +122,15 @@ class Consumer:
         waiting = attempt.state is AttemptState.WAITING
         match message:
             case Registered():
-                pass
+                if share.reading is not None:
+                    attempt.announced = False  # it is not finished yet, unless the loan follows
             case Soon():
                 attempt.announced = waiting
             case Done():
                 self._on_done(attempt, share, message)
             case Cancelled():
-                self._quieten(attempt, share)
+                if share.reading is None:
+                    self._quieten(attempt, share)
                 if waiting:
                     self._fail(attempt, "the prefill engine dropped it", "prefill", now)
             case Failed():
@@ -127,7 +142,7 @@ class Consumer:
         loud = False
         for attempt in list(self.attempts.values()):
             share = attempt.shares.get(link.id)
-            if share is None or (share.quiet and not attempt.wants_nothing):
+            if share is None or not (share.owed or attempt.wants_nothing or not share.quiet):
                 continue
             loud = loud or not share.quiet
             if attempt.state is AttemptState.WAITING:
@@ -152,6 +167,9 @@ class Consumer:
                     stuck += self._overdue(attempt, now)
                 if now >= attempt.send_at:
                     self._repeat(attempt, now)
+                shares = attempt.shares.values()
+                text = "a READ from it does not end"
+                stuck += [(share.link, text) for share in shares if self.reads.stuck(share, now)]
             except Exception as error:  # noqa: BLE001  one attempt's defect is not another's
                 self.defect(attempt.command.attempt, error)
         return stuck
@@ -175,6 +193,43 @@ class Consumer:
         patience = f"no KV within {attempt.command.patience:g} s"
         self._fail(attempt, patience, "patience", now)
         return []
+
+    def _on_lend(self, attempt: Attempt, share: Share, message: Lend, now: float) -> None:
+        try:
+            self.reads.lent(attempt, share, message, now)
+        except (PeerError, PlanError) as error:
+            self._fail(attempt, f"prefill lends what cannot be: {error}", "prefill", now)
+
+    def read_ended(self, event: ReadEnded, now: float) -> None:
+        """A READ is over, was never started, or failed half way."""
+        number, link = self.reads.find(event.read) or (0, None)
+        attempt = self.attempts.get(number)
+        if attempt is None or link is None:
+            return
+        share = attempt.shares[link.id]
+        assert share.reading is not None
+        if event.outcome == "broken":
+            share.reading.broken = True
+            self._fail(attempt, event.reason, "read", now)
+            return
+        read = self.reads.drained(share, event.read)
+        if event.outcome == "done":
+            self._context.count("received_bytes", event.nbytes)
+            self.reads.arrived(attempt, share, event.read, read)
+            self._proceed(attempt, share, now)
+        else:
+            self.landings.unused(share, event.read)
+            self._fail(attempt, event.reason, "read", now)
+        self._complete(attempt, now)
+        self._finish_drain(attempt)
+
+    def _proceed(self, attempt: Attempt, share: Share, now: float) -> None:
+        """READ on, or ask whether what was READ is good."""
+        self.reads.advance(attempt, share, now)
+        if self.reads.conclude(attempt, share):
+            attempt.announced = True
+            attempt.wait = 0.0
+            self._later(attempt, now)
 
     def _register(self, attempt: Attempt, now: float) -> Register:
         command = attempt.command
@@ -220,7 +275,8 @@ class Consumer:
         self._finish_drain(attempt)
 
     def _quieten(self, attempt: Attempt, share: Share) -> None:
-        """No WRITE of a share can land any more, in blocks or in slabs."""
+        """Nothing of a share can land any more, in blocks or in slabs."""
+        self.reads.fenced(share)
         share.quiet = True
         self.landings.quiet(attempt, share)
 
@@ -230,7 +286,7 @@ class Consumer:
             return
         start, stop = attempt.command.start, attempt.command.stop
         for share in attempt.shares.values():
-            if not (share.answered if attempt.wants_nothing else share.landed.covers(start, stop)):
+            if not (share.answered if attempt.wants_nothing else share.holds(start, stop)):
                 return
         attempt.move(AttemptState.ENDED)
         if not attempt.wants_nothing:
@@ -256,6 +312,8 @@ class Consumer:
             self._forget(attempt)
             return
         attempt.move(AttemptState.DRAINING)
+        for share in attempt.shares.values():
+            self.reads.stop(attempt, share)
         attempt.deadline = now + self._context.config.drain_timeout
         attempt.wait = self._context.config.resend
         if not attempt.command.hold_failure or kind == "abandoned":
@@ -285,11 +343,17 @@ class Consumer:
         for share in attempt.shares.values():
             self.landings.quiet(attempt, share)
             share.link.sessions -= 1
+            if share.reading is not None and not share.reading.kept:
+                # Said once: prefill repeats its loan if this is lost, and then hears it again.
+                cancel = Cancel(attempt.command.attempt, clip(attempt.reason))
+                self._context.send(share.link, cancel)
         if attempt.command.pin >= 0:
             self._context.act(Tell(Unpinned(attempt.command.pin)))
 
     def _repeat(self, attempt: Attempt, now: float) -> None:
         if attempt.state is AttemptState.WAITING:
+            for share in attempt.shares.values():
+                self.reads.ask(attempt, share)
             self._send_registers(attempt, now)
         elif attempt.state is AttemptState.DRAINING:
             self._send_cancels(attempt, now)
@@ -299,13 +363,15 @@ class Consumer:
         for share in attempt.shares.values():
             if not share.answered:
                 register = replace(attempt.register, link=share.link.hello)
+                if share.reading is not None:
+                    register = replace(register, blocks=(), pull=True)
                 self._context.send(share.link, register)
         self._later(attempt, now)
 
     def _send_cancels(self, attempt: Attempt, now: float) -> None:
         message = Cancel(attempt.command.attempt, clip(attempt.reason))
         for share in attempt.shares.values():
-            if not share.quiet:
+            if not share.quiet and share.reading is None:
                 self._context.send(share.link, message)
         self._later(attempt, now)
 

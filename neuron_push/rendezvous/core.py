@@ -20,6 +20,8 @@ from neuron_push.protocol import (
     Done,
     Failed,
     Grant,
+    Kept,
+    Lend,
     Move,
     Moved,
     Need,
@@ -29,6 +31,7 @@ from neuron_push.protocol import (
     Return,
     Side,
     Soon,
+    Taken,
     Welcome,
 )
 from neuron_push.rendezvous.admission import admit_hello
@@ -45,6 +48,7 @@ from neuron_push.rendezvous.events import (
     HelloArrived,
     Notified,
     Opened,
+    ReadEnded,
     Unpacked,
     Unreachable,
     WriteEnded,
@@ -67,6 +71,9 @@ SENDERS: dict[type, Side] = {
     Cancelled: "prefill",
     Need: "prefill",
     Return: "prefill",
+    Lend: "prefill",
+    Kept: "prefill",
+    Taken: "decode",
     Grant: "decode",
 }
 FROM_PREFILL = tuple(kind for kind, side in SENDERS.items() if side == "prefill")
@@ -99,6 +106,7 @@ class Core:
             Garbage: lambda event, now: self._context.count("rejected_messages", label="garbage"),
             Unreachable: self._unreachable,
             WriteEnded: self._write_ended,
+            ReadEnded: self._read_ended,
             Unpacked: lambda event, now: self.consumer.unpacked(event, now),
         }
         self._messages: dict[type, Callable[[Link, Any, float], None]] = {
@@ -106,6 +114,7 @@ class Core:
             Register: self._register,
             Cancel: self.producer.on_cancel,
             Grant: self.producer.on_grant,
+            Taken: self.producer.on_taken,
             Alive: lambda link, message, now: self.links.on_alive(link, message),
             Move: self._moved_peer,
             Moved: lambda link, message, now: self.generations.on_moved(link, message.agent),
@@ -131,9 +140,9 @@ class Core:
     @property
     def tempo(self) -> Tempo:
         """How soon the driver should look again."""
-        if self.producer.writes or self.consumer.landings.busy:
+        if self.producer.writes or self.consumer.reads or self.consumer.landings.busy:
             return "busy"
-        if self.consumer.announced:
+        if self.consumer.announced or self.producer.loans:
             return "announced"
         if self.generations.pending or self.consumer.attempts or self.producer.sendings:
             return "waiting"
@@ -263,6 +272,16 @@ class Core:
         self.producer.write_ended(event, now)
         if event.outcome == "broken" and sending is not None:
             self._lose(sending.link, event.reason, now)
+
+    def _read_ended(self, event: ReadEnded, now: float) -> None:
+        _, link = self.consumer.reads.find(event.read) or (0, None)
+        self.consumer.read_ended(event, now)
+        if link is None:
+            return
+        if event.outcome == "broken":
+            self._lose(link, event.reason, now)
+        elif link.leaving:
+            self.links.settle_move(link)
 
     def _closed(self, event: Closed, now: float) -> None:
         fenced = self.generations.on_closed(event.generation)

@@ -110,6 +110,16 @@ class WriteEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """done: the bytes are here. unposted: nothing was started. broken: bytes may still move."""
+
+    read: WriteId
+    outcome: Literal["done", "unposted", "broken"]
+    reason: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Unpacked:
     """A piece is in decode's pages; `reason` says why not if it is not."""
 
@@ -129,6 +139,7 @@ Event = (
     | Garbage
     | Unreachable
     | Unpacked
+    | ReadEnded
     | WriteEnded
 )
 
@@ -222,6 +233,27 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Start a READ of tokens [start, stop); answer with ReadEnded.
+
+    With a staged plan it fills `slab`, which is ours. `last` READs state pages too.
+    """
+
+    read: WriteId
+    attempt: int
+    generation: int
+    agent: AgentName
+    plan: Plan
+    source: Geometry
+    source_blocks: tuple[Blocks, ...]
+    destination_blocks: tuple[Blocks, ...]
+    start: int
+    stop: int
+    slab: Region | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Unpack:
     """Bring tokens [start, stop) from one of our slabs into their blocks; answer with Unpacked."""
 
@@ -266,6 +298,7 @@ Action = (
     | Forget
     | Notify
     | Post
+    | Fetch
     | Unpack
     | Tell
     | Count

@@ -7,6 +7,8 @@
 A prefill rank asks for a slab per piece, when the piece's bytes are ready. A granted slab is its
 own until its WRITE has landed and was unpacked, until it says that it will not use the grant, or
 until nothing of it can land any more (promise 1 holds for slabs as it does for blocks).
+
+A share that we READ ourselves (reads.py) has its slabs here too, by the number of the READ.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from neuron_push.plan import StagedPlan
 from neuron_push.protocol import Done, Grant, Need, Return
 from neuron_push.rendezvous.events import Unpack
 from neuron_push.rendezvous.links import Context, Link
@@ -104,17 +107,28 @@ class Landings:
         if plan is None or slab is None or piece in landing.running:
             known = landing.over.covers(piece, piece + 1) or piece in landing.running
             return "" if known else "Done for a slab that was not granted"
-        landing.received.add(message.start, message.stop)
-        if share.quiet or attempt.draining:
-            self._free(landing, piece)
-            return ""
-        number = next(self._numbers)
-        self._jobs[number] = Job(
-            attempt.command.attempt, share.link.id, piece, message.start, message.stop
-        )
-        landing.running.add(piece)
-        self._context.act(Unpack(number, plan, message.start, message.stop, attempt.blocks, slab))
+        self.arrived(attempt, share, plan, piece, message.start, message.stop)
         return ""
+
+    def arrived(
+        self, attempt: Attempt, share: Share, plan: StagedPlan, piece: int, start: int, stop: int
+    ) -> None:
+        """The bytes of a piece are in its slab: unpack it, or free the slab if nobody cares."""
+        landing = share.landing
+        landing.received.add(start, stop)
+        if attempt.draining or (share.quiet and share.reading is None):
+            self._free(landing, piece)
+            return
+        number = next(self._numbers)
+        self._jobs[number] = Job(attempt.command.attempt, share.link.id, piece, start, stop)
+        landing.running.add(piece)
+        slab = landing.granted[piece]
+        self._context.act(Unpack(number, plan, start, stop, attempt.blocks, slab))
+
+    def unused(self, share: Share, piece: int) -> None:
+        """Nothing was or will be put into the slab of a piece, if it has one."""
+        if piece in share.landing.granted:
+            self._free(share.landing, piece)
 
     def take(self, number: int) -> Job | None:
         """A job has ended."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Literal
 
 from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Semantics
-from neuron_push.plan import Plan, StagedPlan
+from neuron_push.plan import Ask, Plan, StagedPlan
 from neuron_push.protocol import Alive, Moved, Notification, Side, Slabs
 from neuron_push.rendezvous.events import Action, Count, Forget, Load, Note, Notify
 from neuron_push.rendezvous.ranges import EndedAttempts
@@ -73,6 +74,7 @@ class Context:
         self.identity = identity
         self.actions: list[Action] = []
         self.slabs = SlabPool(identity.slabs.count if identity.slabs else 0)
+        self.operations = count(1)  # numbers of WRITEs and READs, which share a transport
         # The newest generation: number, agent name and metadata; None until it is open.
         self.generation = 0
         self.open: set[int] = set()  # generations whose agents exist
@@ -113,14 +115,17 @@ class Link:
     plan: Plan | None = None  # for decode peers: how our pages map to theirs
     slabs: Slabs | None = None  # of a decode peer
     unpack: StagedPlan | None = None  # for prefill peers: how what lands in our slabs is unpacked
+    ask: Ask | None = None  # of a prefill peer, what it provides
+    read: Plan | Literal["unknown"] | None = "unknown"  # of a prefill peer: how its pages are READ
     sharers: int = 1
     sessions: int = 0  # transfers that need this peer alive
     asked: float = 0.0  # when a sign of life was last asked for
-    # WRITEs of ours in flight, by (our generation, the peer's agent).
+    # WRITEs and READs of ours in flight, by (our generation, the peer's agent).
     writes: dict[tuple[int, AgentName], int] = field(default_factory=dict)
     # Earlier agents of the peer that drain, and the generation of ours that spoke to each.
     leaving: dict[AgentName, int] = field(default_factory=dict)
     over: EndedAttempts = field(default_factory=EndedAttempts)  # of a decode peer
+    kept: dict[int, None] = field(default_factory=dict)  # a decode peer's pulls that ended well
     lost: str = ""  # why, once it is lost
 
     @property
@@ -128,12 +133,24 @@ class Link:
         """What we are to the peer."""
         return "decode" if self.peer == "prefill" else "prefill"
 
+    def posted(self, generation: int, agent: AgentName) -> None:
+        """A WRITE or READ is in flight."""
+        route = generation, agent
+        self.writes[route] = self.writes.get(route, 0) + 1
+
+    def drained(self, generation: int, agent: AgentName) -> None:
+        """One of them is not any more."""
+        route = generation, agent
+        self.writes[route] -= 1
+        if not self.writes[route]:
+            del self.writes[route]
+
     def writes_through(self, generation: int) -> int:
-        """WRITEs in flight from one of our generations."""
+        """What is in flight from one of our generations."""
         return sum(n for (ours, _), n in self.writes.items() if ours == generation)
 
     def writes_towards(self, agent: AgentName) -> int:
-        """WRITEs in flight towards one of the peer's agents."""
+        """What is in flight towards one of the peer's agents."""
         return sum(n for (_, theirs), n in self.writes.items() if theirs == agent)
 
 

@@ -10,6 +10,9 @@ rank. They meet in either order:
        |                           v
        +--- the same ---------> STOPPING --no WRITE in flight, or fenced--> ENDED
 
+A registration to *pull* has nothing posted: while SENDING, its blocks are lent once all of them
+are settled (loans.py), and the decode rank is what drains.
+
 Nothing is posted in any state but SENDING, and only tokens that were never posted for that
 attempt: a repeated WRITE could land after the decode rank has let its blocks go. A source's
 pin goes when no WRITE reads its blocks and none will (promise 2).
@@ -27,6 +30,7 @@ import numpy as np
 from neuron_push.errors import ProtocolError
 from neuron_push.plan import Blocks
 from neuron_push.protocol import Match, Register
+from neuron_push.rendezvous.cuts import Cut
 from neuron_push.rendezvous.links import Link
 from neuron_push.rendezvous.ranges import RangeSet
 from neuron_push.transport import AgentName, WriteId
@@ -64,6 +68,7 @@ class Source:
     finished: float | None = None  # when the request left the engine with its prompt complete
     gone: bool = False  # preempted or ended: its blocks are not to be read any more
     writes: int = 0  # WRITEs in flight that read its blocks
+    loans: int = 0  # decode ranks that may be READing them
     # A dict for its order, so that a simulated world replays exactly.
     sendings: dict[Sending, None] = field(default_factory=dict)
     served: set[tuple[str, int]] = field(default_factory=set)  # decode ranks that are done
@@ -110,12 +115,13 @@ class Sending:
     writes: dict[WriteId, Write] = field(default_factory=dict)  # in flight
     wants: dict[int, Want] = field(default_factory=dict)  # by piece, when decode unpacks
     pieces: RangeSet = field(default_factory=RangeSet)  # that were posted into granted slabs
+    lender: Source | None = None  # whose blocks are lent, if decode READs
     broken: bool = False  # a WRITE failed half way: quiet only when fenced
     cancelled: bool = False  # the decode rank waits for `Cancelled`
-    started: float = 0.0  # when its first WRITE was posted
+    started: float = 0.0  # when its first WRITE was posted, or its blocks were lent
     soon: bool = False
     reason: str = ""  # why it failed
-    repeat_at: float = 0.0  # when the failure is to be told again
+    repeat_at: float = 0.0  # when the failure, or the loan, is to be told again
 
     def move(self, state: SendingState) -> None:
         if state not in SENDING_MOVES[self.state]:
@@ -132,28 +138,20 @@ class Sending:
 
     @property
     def quiet(self) -> bool:
-        return not self.writes and not self.broken
+        return not self.writes and not self.broken and self.lender is None
 
     def next_piece(self) -> tuple[int, int] | None:
-        """The next tokens to post, or None if nothing is settled that was not posted.
-
-        Cut at multiples of the grain, so that every block travels whole and in one WRITE,
-        except at the registration's own ends.
-        """
-        if self.state is not SendingState.SENDING or self.source is None:
+        """The next tokens to post, or None if nothing is settled that was not posted."""
+        if self.state is not SendingState.SENDING or self.source is None or self.register.pull:
             return None
-        stop = self.register.stop
         taken = self.posted
         if self.wants:
             taken = RangeSet()
             asked = ((want.start, want.stop) for want in self.wants.values())
             for begin, end in (*self.posted, *asked):
                 taken.add(begin, end)
-        start, end = taken.first_gap(self.register.start, min(stop, self.source.settled))
-        end = min(end, (start + self.most) // self.grain * self.grain)
-        if end < stop:
-            end = end // self.grain * self.grain
-        return (start, end) if start < end else None
+        register, cut = self.register, Cut(self.grain, self.most)
+        return cut.next(taken, register.start, register.stop, self.source.settled)
 
 
 def extend(groups: list[Blocks], group: int, first: int, ids: list[int]) -> None:

@@ -162,7 +162,7 @@ class Routes:
         opened = Link(
             link, "prefill", answer.engine, answer.rank, answer.incarnation, agent,
             answer.metadata, greeting.peer.geometry, context.generation, heard=now, spoke=now,
-            hello=link, unpack=unpack,
+            hello=link, unpack=unpack, ask=Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe)),
         )  # fmt: skip
         self._links.add(opened)
         route.links.append(opened)

@@ -12,11 +12,13 @@ from neuron_push.protocol import (
     Register,
     Registered,
     Return,
+    Taken,
     clip,
 )
 from neuron_push.rendezvous.admission import admit_register
 from neuron_push.rendezvous.events import Tell, WriteEnded
 from neuron_push.rendezvous.links import Context, Link, Links
+from neuron_push.rendezvous.loans import Loans
 from neuron_push.rendezvous.producer import Sending, SendingState, Source, extend
 from neuron_push.rendezvous.sources import Sources, matches
 from neuron_push.rendezvous.writes import Writes
@@ -33,6 +35,7 @@ class Producer:
         self.sources = Sources()
         self.sendings: dict[tuple[int, int], Sending] = {}
         self.writes = Writes(context)
+        self.loans = Loans(context)
 
     # ------------------------------------------------------------------ from the engine
 
@@ -67,7 +70,7 @@ class Producer:
         source.pin = command.pin
         source.last = source.last or command.last
         for sending in list(source.sendings):
-            self.writes.advance(sending, now)
+            self._advance(sending, now)
 
     def retire(self, command: Retire, now: float) -> None:
         """The request left the engine; see `commands.Retire` for what each outcome means."""
@@ -100,7 +103,7 @@ class Producer:
             self._context.send(link, Failed(message.attempt, OVER))
             return
         try:
-            sending = admit_register(link, message, self._context.config, now)
+            sending = admit_register(link, message, self._context, now)
         except (PeerError, PlanError) as error:
             self._context.count("rejected_messages", label="Register")
             link.over.add(message.attempt)
@@ -122,7 +125,24 @@ class Producer:
         if not sending.cancelled:
             self._context.count("cancellations", label="decode")
         sending.cancelled = True
+        self.loans.end(sending)
         self._stop(sending)
+
+    def on_taken(self, link: Link, message: Taken, now: float) -> None:
+        """The decode rank has READ all that it wanted: were the blocks held until now?"""
+        sending, attempt = self.sendings.get((link.id, message.attempt)), message.attempt
+        if sending is not None and sending.lender and sending.state is SendingState.SENDING:
+            self._context.count("sends", label="lent")
+            self._context.count("transfer_seconds", now - sending.started)
+            self.loans.confirm(link, attempt)
+            self._end(sending)
+        elif attempt in link.kept:
+            self.loans.confirm(link, attempt)
+        else:
+            if sending is not None:
+                self.loans.end(sending)
+            reason = sending.reason if sending else "the blocks were not held until they were read"
+            self._context.send(link, Failed(attempt, clip(reason or OVER)))
 
     def on_grant(self, link: Link, message: Grant, now: float) -> None:
         """The decode rank has a slab for a piece: WRITE it there, or give the slab back."""
@@ -155,7 +175,7 @@ class Producer:
         write = self.writes.drained(sending, event.write)
         if event.outcome == "done":
             sending.landed.add(write.start, write.stop)
-            self.writes.advance(sending, now)
+            self._advance(sending, now)
             if sending.complete and sending.state is not SendingState.STOPPING:
                 self._context.count("sends", label="sent")
                 self._context.count("transfer_seconds", now - sending.started)
@@ -172,6 +192,7 @@ class Producer:
         """A decode rank is lost; returns whether WRITEs towards it may still read our blocks."""
         loud = False
         for sending in [s for s in self.sendings.values() if s.link is link]:
+            self.loans.end(sending)
             if sending.quiet:
                 self._end(sending)
                 continue
@@ -213,6 +234,11 @@ class Producer:
         """End a sending that waited too long; repeat what was not answered."""
         config = self._context.config
         self.writes.repeat_needs(sending, now)
+        self.loans.repeat(sending, now)
+        if sending.lender is not None and now >= sending.expires + config.drain_timeout:
+            self._context.count("cancellations", label="loan")
+            self.loans.end(sending)
+            self._fail(sending, "the loan of the prompt's blocks was not given back", now)
         if sending.state is SendingState.WAITING and now >= sending.expires:
             if sending.register.start == sending.register.stop:
                 self._end(sending)
@@ -244,7 +270,14 @@ class Producer:
             return
         if source.near:
             self.writes.announce(sending)
-        self.writes.advance(sending, now)
+        self._advance(sending, now)
+
+    def _advance(self, sending: Sending, now: float) -> None:
+        """Push what is settled, or lend all of it."""
+        if sending.register.pull:
+            self.loans.lend(sending, now)
+        else:
+            self.writes.advance(sending, now)
 
     def _discard(self, source: Source, reason: str, *, again: bool, now: float) -> None:
         """Stop reading a source; `again` when the same prompt will be offered once more."""
@@ -253,6 +286,8 @@ class Producer:
         for sending in list(source.sendings):
             if not again:
                 self._fail(sending, reason, now)
+            elif sending.lender is not None:
+                pass  # its blocks are whole and pinned: the loan goes on
             elif sending.state is SendingState.SENDING:
                 sending.move(SendingState.WAITING)
                 sending.source = None
@@ -284,6 +319,7 @@ class Producer:
 
     def _end(self, sending: Sending) -> None:
         self.writes.forget_slabs(sending)
+        self.loans.end(sending)
         sending.move(SendingState.ENDED)
         sending.link.sessions -= 1
         sending.link.over.add(sending.register.attempt)
@@ -298,7 +334,7 @@ class Producer:
         """Let the source and its pin go once nobody needs it and no WRITE reads it."""
         served = source.finished is not None and len(source.served) >= source.sharers
         idle = source.gone or (served and not source.sendings)
-        if source.writes or not idle or not self.sources.remove(source):
+        if source.writes or source.loans or not idle or not self.sources.remove(source):
             return
         if served:
             self.sources.remember(source, "this prompt was handed over already")

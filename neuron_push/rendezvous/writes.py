@@ -25,7 +25,6 @@ class Writes:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._numbers = count(1)
         self._pieces = count(1)
         self._in_flight: dict[WriteId, Sending] = {}
 
@@ -80,7 +79,7 @@ class Writes:
         """WRITE into the registered blocks, or by way of a slab: `own` is its number, if ours."""
         link, source, attempt = sending.link, sending.source, sending.register.attempt
         assert source is not None and link.plan is not None
-        number = WriteId(next(self._numbers))
+        number = WriteId(next(self._context.operations))
         self.announce(sending)
         sending.started = sending.started or now
         sending.posted.add(start, stop)
@@ -88,8 +87,7 @@ class Writes:
         sending.writes[number] = write
         self._in_flight[number] = sending
         source.writes += 1
-        route = (link.generation, link.agent)
-        link.writes[route] = link.writes.get(route, 0) + 1
+        link.posted(link.generation, link.agent)
         self._context.act(
             Post(
                 number,
@@ -112,10 +110,7 @@ class Writes:
         write.source.writes -= 1
         if write.slab >= 0:
             self._context.slabs.give(write.slab)
-        route = (write.generation, write.agent)
-        sending.link.writes[route] -= 1
-        if not sending.link.writes[route]:
-            del sending.link.writes[route]
+        sending.link.drained(write.generation, write.agent)
         return write
 
     def announce(self, sending: Sending) -> None:

@@ -115,7 +115,7 @@ class Engine:
 
     # -------------------------------------------------------------------- decode
 
-    def receive(self, match, prompt, prefill, *, start=0, hold=False, patience=3.0):
+    def receive(self, match, prompt, prefill, *, start=0, hold=False, patience=3.0, pull=False):
         """Reserve blocks and register them; returns the attempt, or None without blocks."""
         size, number = self.shape.block_tokens, self.number()
         first = start // size
@@ -129,7 +129,8 @@ class Engine:
         self.attempts[number] = attempt
         self.command(
             Receive(number, f"r{number}", Address(prefill, 0), "", match, start, match.tokens,
-                    (first,), (blocks,), number if blocks else -1, patience, hold)
+                    (first,), (blocks,), number if blocks else -1, patience, hold,
+                    pull=pull and bool(blocks))
         )  # fmt: skip
         return attempt
 

@@ -11,6 +11,8 @@ from neuron_push.protocol import (
     Failed,
     Grant,
     Hello,
+    Kept,
+    Lend,
     Match,
     Move,
     Moved,
@@ -20,6 +22,7 @@ from neuron_push.protocol import (
     Registered,
     Return,
     Soon,
+    Taken,
     Welcome,
 )
 from neuron_push.rendezvous import events as ev
@@ -50,8 +53,9 @@ BLOCK_LISTS = (
 def registers(rng, link: int = 0):
     """A registration that no prefill rank can serve."""
     match = Match(rng.choice(["", "t0", "x"]), "b0", rng.choice([b"", b"prompt0"]), 40)
-    return Register(NOWHERE + rng.randrange(5), link, match, 0, 40, rng.choice(BLOCK_LISTS),
-                    rng.choice([0, 5, 2**62]))  # fmt: skip
+    blocks = rng.choice(BLOCK_LISTS)
+    return Register(NOWHERE + rng.randrange(5), link, match, 0, 40, blocks,
+                    rng.choice([0, 5, 2**62]), bool(blocks) and rng.random() < 0.3)  # fmt: skip
 
 
 def messages(rng, link: int = 0):
@@ -63,7 +67,8 @@ def messages(rng, link: int = 0):
         Done(attempt, 0, 4, piece=1), Need(attempt, 1), Return(attempt, 1),
         Grant(attempt, 1, rng.choice([0, -1, HUGE])), Cancelled(attempt), Alive(True), Alive(False),
         Move(rng.choice(SIDES), rng.choice(STRANGERS), b"x"),
-        Moved(rng.choice(SIDES), rng.choice(STRANGERS)),
+        Moved(rng.choice(SIDES), rng.choice(STRANGERS)), Taken(attempt), Kept(attempt),
+        Lend(attempt, rng.choice(BLOCK_LISTS)),
     ])  # fmt: skip
 
 
@@ -72,7 +77,8 @@ def about(rng, attempt: int):
     return rng.choice([
         Registered(attempt), Soon(attempt), Done(attempt, 0, 4), Failed(attempt, "forged"),
         Cancel(attempt, "forged"), Cancelled(attempt), Need(attempt, 1), Grant(attempt, 1, 0),
-        Return(attempt, 1), Done(attempt, 0, 4, piece=1),
+        Return(attempt, 1), Done(attempt, 0, 4, piece=1), Taken(attempt), Kept(attempt),
+        Lend(attempt, rng.choice(BLOCK_LISTS)),
     ])  # fmt: skip
 
 
@@ -94,6 +100,7 @@ def pester(world, process):
         ev.Garbage(stranger, "noise"), ev.Unreachable(stranger, "who?"),
         ev.Notified(stranger, about(rng, number)), ev.Notified(stranger, messages(rng)),
         ev.WriteEnded(NOWHERE, rng.choice(["done", "broken", "unposted"])),
+        ev.ReadEnded(NOWHERE, rng.choice(["done", "broken", "unposted"])),
         ev.Greeted(NOWHERE, rng.choice([welcome, Refusal("no")])), ev.Closed(NOWHERE),
         ev.HelloArrived(None, hello), ev.EngineMissing(process.address, "?"),
         *([ev.Notified(known.agent, messages(rng, known.hello))] if known else []),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from neuron_push.rendezvous.events import Post
-from tests.rendezvous.net import Write
+from tests.rendezvous.net import Read, Write
 from tests.rendezvous.shapes import SLAB_BYTES
 
 CANARY = ("canary",)
@@ -65,6 +65,51 @@ class Memory:
             self._pack(write, rows)
         return write
 
+    def fetch(self, reader, action) -> Read:
+        """A READ is posted: from blocks that are lent, into blocks held for its attempt."""
+        world = self.world
+        theirs, ours = action.source_blocks[0], action.destination_blocks[0]
+        size, peer_size = reader.engine.shape.block_tokens, action.source.groups[0].block_tokens
+        rows = []
+        for token in share_of(action.plan.stripe, action):
+            source = int(theirs.ids[token // peer_size - theirs.first])
+            target = int(ours.ids[token // size - ours.first])
+            rows.append((token, source, token % peer_size, target, token % size))
+        process, _ = world.agents.get(action.agent, (None, 0))
+        me = reader.engine.name, reader.rank, reader.incarnation
+        links = [
+            link for link in (process.core.links if process else ())
+            if link.peer == "decode" and (link.engine, link.rank, link.incarnation) == me
+        ]  # fmt: skip
+        pin = process.engine.holder.get(rows[0][1], -1) if process and rows else -1
+        world.rng.shuffle(rows)
+        cuts = sorted(world.rng.randrange(len(rows) + 1) for _ in range(world.rng.randrange(3)))
+        edges = [0, *cuts, len(rows)]
+        pieces = [rows[a:b] for a, b in pairwise(edges) if a < b]
+        return Read(reader, action, action.agent, pin, links[0] if links else None, pieces)
+
+    def take(self, read, rows):
+        """Bytes arrive: only in blocks held for this attempt; of whom, only `Kept` can say."""
+        world, process, number = self.world, read.reader, read.fetch.attempt
+        engine, attempt = process.engine, process.engine.attempts[number]
+        source, _ = world.agents[read.target]
+        where = f"{process} <- {source}, attempt {number}"
+        world.check(process.rank not in attempt.unpinned, f"{where}: READ into unpinned blocks")
+        for token, block, slot, target, own_slot in rows:
+            held = engine.holder.get(target) == number
+            world.check(held, f"{where}: READ into block {target} of {engine.holder.get(target)}")
+            content, value = source.engine.memory.get(block, CANARY), CANARY
+            if content != CANARY and slot < content[2]:
+                value = (content[0], content[1] * source.engine.shape.block_tokens + slot)
+            if read.fetch.slab is not None:
+                slab = (read.fetch.slab.base - (1 << 50)) // SLAB_BYTES
+                used = slab in process.core._context.slabs.used
+                world.check(used, f"{where}: READ into slab {slab}, which is free")
+                process.staging.setdefault(slab, {})[token] = value
+            else:
+                engine.cells[process.rank, target, own_slot, source.rank] = value
+        world.landed += len(rows)
+
     def _pack(self, write, rows):
         """The bytes of a piece go into a slab that no other WRITE of this rank reads."""
         slab, writer = slab_of(write), write.writer
@@ -85,7 +130,8 @@ class Memory:
             block = int(action.blocks[0].ids[token // size - action.blocks[0].first])
             world.check(engine.holder.get(block) == number, f"{where}: block {block} is not held")
             value = process.staging[action.slab].get(token, CANARY)
-            world.check(value == (attempt.prompt, token), f"{where}: token {token} is {value}")
+            good = value == (attempt.prompt, token) or _pulled(process, number)
+            world.check(good, f"{where}: token {token} is {value}")
             engine.cells[process.rank, block, token % size, writer] = value
 
     def snapshot(self, write):
@@ -160,9 +206,22 @@ class Memory:
             loud = not write.over and write.attempt == number
             if loud and self.world.agents.get(write.target, (None,))[0] is process:
                 self.world.check(False, f"{process}: attempt {number} called quiet, but {write}")
+        for read in process.reads.values():
+            loud = not read.over and read.fetch.attempt == number
+            self.world.check(not loud, f"{process}: attempt {number} called quiet, but {read}")
 
     def check_unread(self, process, pin):
         """No WRITE of this rank reads blocks of a pin any more."""
+        for read in self.world.reads:
+            # Whoever is taken for dead may READ on; it decodes nothing, which is checked there.
+            ours = self.world.agents.get(read.target, (None,))[0] is process and read.pin == pin
+            if ours and not read.over and read.link is not None and not read.link.lost:
+                self.world.check(False, f"{process}: pin {pin} released under {read}")
         for write in process.writes.values():
             reads = write.pin == pin and not write.read_over
             self.world.check(not reads, f"{process}: pin {pin} released under a WRITE")
+
+
+def _pulled(process, number):
+    """Whether what an attempt unpacks was READ: prefill may have let it go meanwhile."""
+    return process.core.consumer.attempts[number].command.pull

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from neuron_push.commands import Unpinned
-from neuron_push.protocol import Cancelled, Moved, Return
+from neuron_push.protocol import Cancel, Cancelled, Moved, Return
 from neuron_push.rendezvous import (
     consumer,
     fence,
     landing,
     links,
+    loans,
     producer,
     ranges,
+    reads,
     sender,
     writes,
 )
@@ -52,9 +56,7 @@ def accept_registrations_of_earlier_links(patch):
     """Prefill does not look over which link a registration was sent."""
 
     def on_register(self, link, message, now, original=sender.Producer.on_register):
-        original(self, link, message.__class__(
-            message.attempt, link.hello, message.match, message.start, message.stop,
-            message.blocks, message.patience_ms), now)  # fmt: skip
+        original(self, link, replace(message, link=link.hello), now)
 
     patch.setattr(sender.Producer, "on_register", on_register)
 
@@ -223,6 +225,77 @@ def return_a_slab_whose_write_is_under_way(patch):
     patch.setattr(sender.Producer, "on_grant", on_grant)
 
 
+def lend_what_may_go(patch):
+    """Prefill lets the blocks of a source go while decode READs them."""
+
+    def lend(self, sending, now, original=loans.Loans.lend):
+        original(self, sending, now)
+        if sending.lender is not None:
+            sending.lender.loans = 0
+            sending.source.served.add((sending.link.engine, sending.link.rank))
+            sending.source.sendings.pop(sending, None)
+
+    def end(self, sending):
+        if sending.lender is not None:
+            sending.lender, self._count = None, self._count - 1
+
+    patch.setattr(loans.Loans, "lend", lend)
+    patch.setattr(loans.Loans, "end", end)
+
+
+def decode_without_confirmation(patch):
+    """Decode takes what it READ for good without asking whether it was held."""
+
+    def conclude(self, attempt, share, original=reads.Reads.conclude):
+        asked = original(self, attempt, share)
+        if asked:
+            share.reading.kept = True
+        return asked
+
+    patch.setattr(reads.Reads, "conclude", conclude)
+
+
+def confirm_whatever_is_asked(patch):
+    """Prefill says that it kept blocks which it had called in."""
+
+    def on_taken(self, link, message, now, original=sender.Producer.on_taken):
+        sending = self.sendings.get((link.id, message.attempt))
+        if sending is None:
+            self.loans.confirm(link, message.attempt)
+        else:
+            original(self, link, message, now)
+
+    def tick(self, now, original=sender.Producer.tick):
+        for sending in list(self.sendings.values()):
+            if sending.lender is not None:
+                self._end(sending)
+        return original(self, now)
+
+    patch.setattr(sender.Producer, "on_taken", on_taken)
+    patch.setattr(sender.Producer, "tick", tick)
+
+
+def call_a_read_quiet(patch):
+    """Decode gives its blocks back with a READ into them in flight."""
+
+    def post(self, attempt, share, *rest, original=reads.Reads._post):
+        original(self, attempt, share, *rest)
+        share.quiet = True
+
+    patch.setattr(reads.Reads, "_post", post)
+
+
+def give_a_loan_back_too_early(patch):
+    """Decode cancels a pull before its READs have ended."""
+
+    def stop(self, attempt, share, original=reads.Reads.stop):
+        original(self, attempt, share)
+        if share.reading is not None:
+            self._context.send(share.link, Cancel(attempt.command.attempt, "too early"))
+
+    patch.setattr(reads.Reads, "stop", stop)
+
+
 MUTANTS = {
     mutant.__name__: mutant
     for mutant in (
@@ -232,6 +305,7 @@ MUTANTS = {
         join_a_rotation_too_late, cancelled_before_the_drain, post_again_after_preemption,
         settle_twice_as_far, free_slabs_when_cancelling, free_slabs_when_landed,
         unpin_while_unpacking, reuse_a_packed_slab_at_once, write_into_a_slab_without_a_grant,
-        return_a_slab_whose_write_is_under_way,
+        return_a_slab_whose_write_is_under_way, lend_what_may_go, decode_without_confirmation,
+        confirm_whatever_is_asked, call_a_read_quiet, give_a_loan_back_too_early,
     )
 }  # fmt: skip

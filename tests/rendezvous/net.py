@@ -56,6 +56,19 @@ class Write:
 
 
 @dataclass(eq=False)
+class Read:
+    """A READ on the wire, from `target`'s memory into the reader's."""
+
+    reader: Process
+    fetch: ev.Fetch
+    target: str
+    pin: int
+    link: object  # prefill's, to the reader
+    pieces: list[list[tuple[int, int, int, int, int]]]  # as of a WRITE
+    over: bool = False
+
+
+@dataclass(eq=False)
 class Process:
     """One worker rank: its core and what the driver knows."""
 
@@ -69,6 +82,7 @@ class Process:
     open: dict[int, str] = field(default_factory=dict)
     loaded: dict[int, set[str]] = field(default_factory=dict)
     writes: dict[int, Write] = field(default_factory=dict)
+    reads: dict[int, Read] = field(default_factory=dict)
     # Staging memory: slab -> token -> content; and attempts whose pieces are being unpacked.
     staging: dict[int, dict[int, object]] = field(default_factory=dict)
     unpacking: list[int] = field(default_factory=list)
@@ -148,6 +162,10 @@ class Process:
             if write.post.generation == action.generation:
                 write.over = write.read_over = True
                 del self.writes[number]
+        for number, read in list(self.reads.items()):
+            if read.fetch.generation == action.generation:
+                read.over = True
+                del self.reads[number]
         self.later(0.0, ev.Closed(action.generation))
 
     def _load(self, action):
@@ -240,6 +258,22 @@ class Process:
         for piece in range(len(write.pieces)):
             world.at(world.rng.uniform(0, world.faults.write_slow), lambda p=piece: land(write, p))
 
+    def _fetch(self, action):
+        world = self.world
+        if world.chance(world.faults.unposted):
+            self.later(0.0, ev.ReadEnded(action.read, "unposted", "no room"))
+            return
+        known = action.agent in self.loaded.get(action.generation, ())
+        world.check(known, f"{self}: READs from {action.agent}, which is not loaded")
+        read = world.memory.fetch(self, action)
+        if not read.pieces:  # other replicas have all of the range
+            self.later(0.0, ev.ReadEnded(action.read, "done"))
+            return
+        self.reads[action.read] = read
+        world.reads.append(read)
+        for piece in range(len(read.pieces)):
+            world.at(world.rng.uniform(0, world.faults.write_slow), lambda p=piece: take(read, p))
+
     def _unpack(self, action):
         world, job = self.world, self.core.consumer.landings._jobs[action.job]
         link = self.core.consumer.attempts[job.attempt].shares[job.link].link
@@ -270,6 +304,8 @@ class Process:
                 write.over = True
             else:
                 write.ghost = self.world.memory.snapshot(write)
+        for read in self.reads.values():
+            read.over = True
 
 
 def land(write, index=None):
@@ -310,6 +346,36 @@ def end(write, event):
         writer.feed(event)
 
     writer.when_awake(see)
+
+
+def take(read, index):
+    """Bring one piece, if both generations are open: what lies there now, whosever it is."""
+    world, reader = read.reader.world, read.reader
+    if read.over:
+        return
+    number = read.fetch.read
+
+    def see(event):
+        if read.fetch.generation in reader.open and number in reader.reads:
+            if event.outcome == "done":
+                del reader.reads[number]
+            reader.feed(event)
+
+    if read.target not in world.agents:
+        read.over = True
+        if not world.chance(world.faults.hang):
+            gone = ev.ReadEnded(number, "broken", "remote disconnect")
+            world.at(world.delay(), lambda: reader.when_awake(lambda: see(gone)))
+        return
+    world.memory.take(read, read.pieces[index])
+    read.pieces[index] = []
+    if any(read.pieces):
+        return
+    read.over = True
+    if not world.chance(world.faults.stuck):
+        done = ev.ReadEnded(number, "done", nbytes=1)
+        delay = world.rng.uniform(0, world.faults.write_slow)
+        world.at(delay, lambda: reader.when_awake(lambda: see(done)))
 
 
 def engine_info(engine, role, ranks):

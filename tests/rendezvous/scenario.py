@@ -24,6 +24,7 @@ class Profile:
     aborts: float = 0.0  # share of requests given up, on either side
     missing: float = 0.0  # share of legs that never come
     preempt: float = 0.0
+    pulls: float = 0.0  # share of requests whose prompt decode READs
     twins: float = 0.0  # share of requests without a transfer id that share their base id
     crashes: int = 0
     freezes: int = 0
@@ -129,6 +130,7 @@ class Request:
         attempt = engine.receive(
             self.match, self.prompt, self.prefill + alias, start=start, hold=rng.random() < 0.3,
             patience=rng.choice([0.3, 3.0]) if self.profile.aborts else 3.0,
+            pull=world.chance(self.profile.pulls),
         )  # fmt: skip
         if attempt is None:
             return

@@ -14,16 +14,17 @@ TOKENS = 40
 
 
 class Story:
-    """Prefill of 40 tokens in three chunks on P0, pushed to D0; P1 and D1 are busy bystanders."""
+    """Prefill of 40 tokens in three chunks on P0, brought to D0; P1 and D1 are busy bystanders."""
 
-    def __init__(self, seed: int = 0, *, hold: bool = False):
+    def __init__(self, seed: int = 0, *, hold: bool = False, pull: bool = False):
+        self.pull = pull
         roles = {name: ("producer" if name[0] == "P" else "consumer") for name in FLEET}
         shapes = {name: (role, Shape()) for name, role in roles.items()}
         self.world = World(seed, shapes, Faults(write_slow=0.2))
         self.prefill, self.decode = self.world.engines["P0"], self.world.engines["D0"]
         self.match = Match("t", "b", b"prompt", TOKENS)
         self.source, self.retired = -1, False
-        self.attempt = self.decode.receive(self.match, "prompt", "P0", hold=hold)
+        self.attempt = self.decode.receive(self.match, "prompt", "P0", hold=hold, pull=pull)
         self.world.at(0.1, self.compute)
 
     def compute(self):
@@ -80,6 +81,10 @@ class Story:
             return "closing"
         return "moving" if rotation.opened else "opening"
 
+    def moving(self):
+        """Whether bytes are on the way."""
+        return self.consumer.reads if self.pull else self.producer.writes
+
     # -------------------------------------------------------------------- going on
 
     def until(self, reached, seconds=4.0):
@@ -113,22 +118,25 @@ FLEET = ("P0", "P1", "D0", "D1")
 def enter_attempt(story, state):
     """Bring the story's attempt into a state."""
     if state is AttemptState.DRAINING:
-        story.until(lambda: story.producer.writes)
+        story.until(story.moving)
         story.abandon()
     story.until(lambda: story.attempt_state() is state)
 
 
 def enter_sending(story, state):
     """Bring the story's sending into a state."""
-    if state is SendingState.STOPPING:
-        story.until(lambda: story.producer.writes)
+    if state is SendingState.STOPPING and story.pull:
+        story.until(story.moving)
+        story.retire("ended")
+    elif state is SendingState.STOPPING:
+        story.until(story.moving)
         story.abandon()
     story.until(lambda: story.sending_state() is state)
 
 
 def enter_rotation(story, side, phase):
     """Lose the link with WRITEs in flight, and stop in a phase of the rotation that follows."""
-    story.until(lambda: story.producer.writes)
+    story.until(story.moving)
     # A rotation has just begun, so that the next one must wait.
     generations = side.processes[0].core.generations
     if phase == "wanted":

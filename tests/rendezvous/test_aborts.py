@@ -34,31 +34,35 @@ def suffer(story, name):
     return story
 
 
+@pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("state", AttemptState)
 @pytest.mark.parametrize("misfortune", MISFORTUNES)
-def test_misfortune_in_every_state_of_an_attempt(state, misfortune, hold):
+def test_misfortune_in_every_state_of_an_attempt(state, misfortune, hold, pull):
     for seed in range(2):
-        story = Story(seed, hold=hold)
+        story = Story(seed, hold=hold, pull=pull)
         enter_attempt(story, state)
         suffer(story, misfortune)
 
 
+@pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
 @pytest.mark.parametrize("state", SendingState)
 @pytest.mark.parametrize("misfortune", MISFORTUNES)
-def test_misfortune_in_every_state_of_a_sending(state, misfortune):
+def test_misfortune_in_every_state_of_a_sending(state, misfortune, pull):
     for seed in range(2):
-        story = Story(seed)
+        story = Story(seed, pull=pull)
         enter_sending(story, state)
         suffer(story, misfortune)
 
 
+@pytest.mark.parametrize(
+    ("side", "pull"), [("decode", False), ("prefill", False), ("decode", True)]
+)
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("side", ["decode", "prefill"])
 @pytest.mark.parametrize("misfortune", MISFORTUNES)
-def test_misfortune_in_every_phase_of_a_rotation(side, phase, misfortune):
+def test_misfortune_in_every_phase_of_a_rotation(side, phase, misfortune, pull):
     for seed in range(2):
-        story = Story(seed)
+        story = Story(seed, pull=pull)
         enter_rotation(story, getattr(story, side), phase)
         suffer(story, misfortune)
 
@@ -99,3 +103,38 @@ def test_a_lost_registration_is_resent():
     sent = story.world.now
     story.until(lambda: story.sending_state() is not None)
     assert story.world.now - sent < 0.06
+
+
+def test_a_story_of_a_pull_is_received_and_prefill_pushes_nothing():
+    story = Story(pull=True)
+    story.until(story.moving)
+    assert not story.producer.writes and story.producer.loans
+    story.until(lambda: story.attempt_state() is AttemptState.ENDED)
+    assert story.attempt.reported == {0: True}
+    assert not story.producer.loans
+    story.world.settle_down()
+
+
+@pytest.mark.parametrize("lost", ["Taken", "Kept"])
+def test_a_pull_survives_the_loss_of_its_confirmation(lost):
+    story = Story(pull=True)
+    story.until(story.moving)
+    story.until(lambda: not story.moving())
+    if lost == "Kept":
+        story.until(lambda: not story.producer.loans)
+    story.world.faults.drop = 1.0
+    story.world.run(0.004)
+    story.world.faults.drop = 0.0
+    story.until(lambda: story.attempt.reported)
+    assert story.attempt.reported == {0: True}
+
+
+def test_decode_does_not_use_what_it_read_from_a_prefill_that_took_it_for_dead():
+    story = Story(pull=True)
+    story.until(story.moving)
+    story.lose(story.prefill)
+    story.until(lambda: not story.producer.loans)
+    assert story.moving(), "the READ goes on"
+    story.until(lambda: story.attempt.reported)
+    assert story.attempt.reported == {0: False}
+    story.world.settle_down()

@@ -30,6 +30,11 @@ HUNTING_GROUNDS = {
     "reuse_a_packed_slab_at_once": "packed",
     "write_into_a_slab_without_a_grant": "unpacked, one slab for many",
     "return_a_slab_whose_write_is_under_way": "unpacked, losses",
+    "lend_what_may_go": "pulls",
+    "decode_without_confirmation": "pulls, false deaths",
+    "confirm_whatever_is_asked": "pulls, losses",
+    "call_a_read_quiet": "pulls, losses",
+    "give_a_loan_back_too_early": "pulls, losses",
 }
 
 

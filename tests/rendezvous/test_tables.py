@@ -15,6 +15,8 @@ from neuron_push.protocol import (
     Done,
     Failed,
     Grant,
+    Kept,
+    Lend,
     Match,
     Move,
     Moved,
@@ -24,6 +26,7 @@ from neuron_push.protocol import (
     Registered,
     Return,
     Soon,
+    Taken,
 )
 from neuron_push.rendezvous import events as ev
 from neuron_push.rendezvous.attempt import ATTEMPT_MOVES, Attempt, AttemptState
@@ -39,6 +42,8 @@ MESSAGES = [
     Register(1, 2, MATCH, 0, 40, (), 0),
     Registered(1), Soon(1), Done(1, 0, 12), Done(1, 0, 4000), Failed(1, "no"), Cancel(1, "no"),
     Done(1, 0, 12, piece=1), Need(1, 1), Grant(1, 1, 0), Return(1, 1),
+    Register(1, 1, MATCH, 0, 40, (), 1000, pull=True), Lend(1, (BlockList(0, (1, 10)),)),
+    Lend(1, (BlockList(0, (1, 3)),)), Taken(1), Kept(1),
     Cancelled(1), Alive(True), Alive(False),
     Move("prefill", "P0/0/1/5", b"P0/0/1/5"), Move("decode", "D0/0/1/5", b"D0/0/1/5"),
     Moved("prefill", "D0/0/1/0"), Moved("decode", "P0/0/1/0"),
@@ -98,10 +103,11 @@ STATES = [(enter_attempt, state) for state in AttemptState]
 STATES += [(enter_sending, state) for state in SendingState]
 
 
+@pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize(("enter", "state"), STATES, ids=lambda x: getattr(x, "name", None))
-def test_every_message_is_handled_in_every_state_on_either_side(enter, state, message):
-    story = Story()
+def test_every_message_is_handled_in_every_state_on_either_side(enter, state, message, pull):
+    story = Story(pull=pull)
     enter(story, state)
     now = story.world.now
     sides = [(story.decode, "P0/0/1/0"), (story.prefill, "D0/0/1/0")]

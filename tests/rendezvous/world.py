@@ -42,6 +42,7 @@ class World:
         self.memory = Memory(self)
         self.agents: dict[str, tuple] = {}
         self.writes: list = []
+        self.reads: list = []
         self.counts, self.outcomes, self.reasons = Counter(), Counter(), Counter()
         self.landed = 0
         self.steps = 0
@@ -75,6 +76,7 @@ class World:
             self.step()
         self.now = end
         self.writes = [write for write in self.writes if not write.over]
+        self.reads = [read for read in self.reads if not read.over]
 
     def step(self):
         """Let the next thing happen."""
@@ -173,6 +175,8 @@ class World:
             "sendings": list(core.producer.sendings.values()),
             "sources": list(core.producer.sources),
             "writes": core.producer.writes,
+            "reads": core.consumer.reads,
+            "loans": core.producer.loans,
             "rotation": core.generations.pending,
             "sessions": [link for link in core.links if link.sessions],
             "generations": len(process.open) != 1,
