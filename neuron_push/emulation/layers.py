@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from neuron_push.emulation.devices import DEVICES, Device
 from neuron_push.emulation.options import wanted
+from neuron_push.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,6 +72,14 @@ class CpuBackend(EmulatedBackend):
         return DEVICES["cpu"].backend
 
 
+class StateBackend(EmulatedBackend):
+    """Of layers that keep a state per request, on any device."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "MAMBA2_ATTN"
+
+
 _BACKENDS: dict[str, type[EmulatedBackend]] = {
     "p5en": P5enBackend, "trn2": Trn2Backend, "cpu": CpuBackend,
 }  # fmt: skip
@@ -100,8 +115,13 @@ def build(config: VllmConfig, device: str) -> dict[str, KVCacheSpec]:
     specs: dict[str, KVCacheSpec] = {}
     for index in range(first, last):
         name = DEVICES[device].layer_name.format(index=index)  # type: ignore[index]
-        spec = _spec(config, index)
-        layer = EmulatedLayer(_BACKENDS[device], spec)
+        backend = _BACKENDS[device]
+        if _keeps_state(model.hf_text_config, index):
+            name, backend = f"model.layers.{index}.mixer", StateBackend
+            spec: KVCacheSpec = _state_spec(config)
+        else:
+            spec = _spec(config, index)
+        layer = EmulatedLayer(backend, spec)
         config.compilation_config.static_forward_context[name] = layer
         specs[name] = spec
     return specs
@@ -118,6 +138,35 @@ def _spec(config: VllmConfig, index: int) -> KVCacheSpec:
     if window and not config.scheduler_config.disable_hybrid_kv_cache_manager:
         return SlidingWindowSpec(sliding_window=window, **size)
     return FullAttentionSpec(**size)
+
+
+def _keeps_state(text: Any, index: int) -> bool:
+    """Whether a layer keeps a state (Mamba) instead of K and V, by the model's own list."""
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
+    return kinds is not None and kinds[index] in ("mamba", "linear_attention")
+
+
+def _state_spec(config: VllmConfig) -> KVCacheSpec:
+    """Shapes as the model's own class gives them, in pages as large as those of attention."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model, cache = config.model_config, config.cache_config
+    cls, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    shapes = tuple(cls.get_mamba_state_shape_from_config(config))
+    dtypes = tuple(cls.get_mamba_state_dtype_from_config(config))
+    if len(set(dtypes)) > 1:
+        raise ConfigError(f"state tensors of several types ({dtypes}) are not emulated")
+    attention: Any = _spec(config, -1)
+    needed = sum(math.prod(shape) for shape in shapes) * dtypes[0].itemsize
+    if needed > attention.page_size_bytes:
+        raise ConfigError(
+            f"a state of {needed} bytes does not fit into blocks of {cache.block_size} tokens, "
+            f"{attention.page_size_bytes} bytes: ask for a larger block size"
+        )
+    return MambaSpec(
+        shapes=shapes, dtypes=dtypes, block_size=cache.mamba_block_size,
+        page_size_padded=attention.page_size_bytes, mamba_cache_mode=cache.mamba_cache_mode,
+    )  # fmt: skip
 
 
 def _window(text: Any, index: int) -> int:

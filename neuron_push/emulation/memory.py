@@ -6,6 +6,7 @@ S cache layers that share blocks, B blocks, H heads, N tokens per block, W words
     split_first    (2, B, H, N, D) per layer   an allocation per layer
     cpu_vec        (B, H, N, 2D) per layer     K as (D, N), then V as (N, D), inside each (B, H)
     latent         (B, N, D) per layer         MLA, on every device
+    state          (B, 1, 1, bytes)            Mamba: all state of a layer side by side, on p5en
 
 Each view starts with the axes (block, token), so that `view[blocks, tokens]` is all of a slot.
 """
@@ -21,6 +22,7 @@ import torch
 
 from neuron_push.emulation import pattern
 from neuron_push.emulation.devices import Device
+from neuron_push.errors import ConfigError
 
 WORD: Final = 8
 
@@ -41,10 +43,20 @@ class GroupShape:
     latent: bool
     window: int
     """Tokens that attention looks back over; 0: all."""
+    state: bool = False
+    """Whether blocks hold a state and no tokens. Then a row is a whole state, `heads` is the
+    number of the rank and `block_tokens` is 1."""
+    padded: int = 0
+    """Bytes of a page, if more than its content."""
 
     @property
     def kinds(self) -> int:
-        return 1 if self.latent else 2
+        return 1 if self.latent or self.state else 2
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.padded or self.slot_bytes * self.block_tokens
 
     @property
     def slot_bytes(self) -> int:
@@ -77,9 +89,17 @@ class Cache:
 
 
 def allocate(device: Device, shapes: tuple[GroupShape, ...], blocks: int) -> Cache:
-    """All groups over one pool of blocks: layer i of every group shares raw memory i."""
-    page = shapes[0].slot_bytes * shapes[0].block_tokens
-    assert all(shape.slot_bytes * shape.block_tokens == page for shape in shapes)
+    """All groups over one pool of blocks: layer i of every group shares raw memory i.
+
+    Raises ConfigError for state groups on a device whose blocks are not each in one piece.
+    """
+    if device.layout == "split_first" and any(shape.state for shape in shapes):
+        raise ConfigError(
+            "this device keeps K and V in two halves of an allocation, where no page of a state "
+            "fits between blocks: emulate models with state layers (Mamba) on p5en"
+        )
+    page = shapes[0].page_bytes
+    assert all(shape.page_bytes == page for shape in shapes)
     depth = max(len(shape.layers) for shape in shapes)
     # Page-aligned, as a driver's allocation is, and touched only when written.
     raw = np.frombuffer(mmap.mmap(-1, max(1, depth * blocks * page)), np.uint8)
@@ -98,7 +118,10 @@ def allocate(device: Device, shapes: tuple[GroupShape, ...], blocks: int) -> Cac
 def _layer_tensor(
     device: Device, shape: GroupShape, flat: torch.Tensor, blocks: int
 ) -> torch.Tensor:
-    """The tensor that this device's runner registers for one layer."""
+    """What this device's runner registers for one layer."""
+    if shape.state:
+        pages = flat.view(torch.int8).view(blocks, 1, 1, -1)
+        return pages[..., : shape.row_bytes]
     tokens, width = shape.block_tokens, shape.row_bytes // shape.element
     if shape.latent:
         return flat.view(blocks, tokens, width)
@@ -113,6 +136,9 @@ def _views(device: Device, shape: GroupShape, raw: torch.Tensor, blocks: int) ->
     array = pattern.bases(shape.layers, shape.kinds, shape.heads, words)
     base = torch.from_numpy(array.view(np.int64))  # l k h w
     wide = raw.view(torch.int64)
+    if shape.state:
+        tensor = wide.view(layers, blocks, 1, -1)[..., :words].permute(1, 2, 0, 3)
+        return (View(tensor, base[:, 0, 0], "lw", 0, torch.int64),)
     if shape.latent:
         tensor = wide.view(layers, blocks, tokens, words).permute(1, 2, 0, 3)
         return (View(tensor, base[:, 0, 0], "lw", 0, torch.int64),)

@@ -26,6 +26,14 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
         "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None, "head_dim": 32,
         "first_k_dense_replace": 4, "moe_intermediate_size": 64,
     },
+    # Attention and Mamba layers in turn: KV of all tokens, and a state that every step overwrites.
+    "tiny-mamba": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+        "layer_types": ["attention", "mamba"] * 2, "layers_block_type": ["attention", "mamba"] * 2,
+        "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 4, "mamba_d_conv": 4,
+        "mamba_expand": 2, "mamba_n_groups": 1, "position_embedding_type": "rope",
+        "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 64,
+    },
     # The shape of the published benchmark, for cost profiles at TP 8.
     "qwen3-32b": {
         "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64,

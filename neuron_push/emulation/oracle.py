@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from neuron_push.emulation import pattern
 from neuron_push.emulation.devices import Device
+from neuron_push.emulation.fill import Ints, Rows
 from neuron_push.emulation.memory import Cache, GroupShape, View, allocate
 
-Ints = npt.NDArray[np.int64]
-
-# Slots handled at once: temporaries stay in the processor's cache, which halves the time.
+# Slots read at once: temporaries stay in the processor's cache, which halves the time.
 CHUNK_BYTES: Final = 1 << 20
 # Wrong rows described per call; the rest is counted.
 MOST_DESCRIBED: Final = 8
@@ -30,7 +28,8 @@ MOST_DESCRIBED: Final = 8
 class Slots:
     """Tokens of one or more requests, and where each group keeps them.
 
-    `blocks` has a row per group. Block 0 stands for "not kept": such tokens are passed over.
+    `blocks` has a row per group. Block 0 stands for "not kept": such tokens are passed over. Rows
+    of state groups, which do not keep tokens, are 0 throughout.
     """
 
     tokens: Ints
@@ -81,6 +80,11 @@ class Oracle:
         self._cache = cache
         self._seed = seed
         self._slot_bytes = sum(shape.slot_bytes * len(shape.layers) for shape in cache.shapes)
+        # None where a slot's words do not lie side by side.
+        self._rows = [
+            [Rows(view.tensor, view.base) if view.words == torch.int64 else None for view in views]
+            for views in cache.views
+        ]
         self._weights = [
             [_weights(view.base, view.words) for view in views] for views in cache.views
         ]
@@ -90,33 +94,24 @@ class Oracle:
         return pattern.keys(slots.tokens, slots.positions, self._seed)
 
     def fill(self, slots: Slots) -> None:
-        """Write whole slots. Blocks that are written as a whole take one pass over memory."""
-        key = torch.from_numpy(self.keys(slots).view(np.int64))
-        rows = zip(self._cache.shapes, self._cache.views, slots.blocks, strict=True)
-        for shape, views, blocks in rows:
-            whole, rest = _whole_blocks(slots.positions, blocks, shape.block_tokens)
-            for view in views:
-                scattered = rest
-                if view.words == torch.int64:
-                    _fill_blocks(view, key, whole, blocks, shape.block_tokens)
-                else:
-                    scattered = np.arange(len(slots))
-                self._scatter(shape, view, key, scattered, slots.positions, blocks)
+        """Write whole slots: one call per group of layers that share blocks."""
+        keys = self.keys(slots).view(np.int64)
+        for number, shape in enumerate(self._cache.shapes):
+            if not shape.state:
+                self._fill_group(number, slots.positions, slots.blocks[number], keys)
 
-    def _scatter(
-        self,
-        shape: GroupShape,
-        view: View,
-        key: torch.Tensor,
-        chosen: Ints,
-        positions: Ints,
-        blocks: Ints,
-    ) -> None:
-        size = max(1, CHUNK_BYTES // self._slot_bytes)
-        for start in range(0, len(chosen), size):
-            part = chosen[start : start + size]
-            where = _where(shape, positions[part], blocks[part])
-            view.tensor[where] = _expected(view, key[torch.from_numpy(part)])
+    def fill_state(self, number: int, block: int, key: Ints) -> None:
+        """Write the page that holds a request's state, in every layer of group `number`."""
+        self._fill_group(number, np.zeros(1, np.int64), np.array([block]), key)
+
+    def _fill_group(self, number: int, positions: Ints, blocks: Ints, keys: Ints) -> None:
+        shape = self._cache.shapes[number]
+        for view, rows in zip(self._cache.views[number], self._rows[number], strict=True):
+            if rows is not None:
+                rows.fill(blocks, positions % shape.block_tokens, keys)
+            else:
+                where = _where(shape, positions, blocks)
+                view.tensor[where] = _expected(view, torch.from_numpy(keys))
 
     def read(self, slots: Slots) -> Reading:
         """Compare slots with what they must hold, byte for byte."""
@@ -125,14 +120,21 @@ class Oracle:
         for part in self._parts(slots):
             key = torch.from_numpy(self.keys(part).view(np.int64))
             for number, blocks in enumerate(part.blocks):
-                self._read_group(number, part, key, blocks, first, reading)
+                self._read_group(number, part.positions, key, blocks, first, reading)
             first += len(part)
+        return reading
+
+    def read_state(self, number: int, block: int, position: int, key: Ints) -> Reading:
+        """Compare such a page with what it must hold once `position` is computed."""
+        reading = Reading(np.zeros(1, np.int64), 0, [], 0)
+        where = np.array([position]), torch.from_numpy(key), np.array([block])
+        self._read_group(number, *where, 0, reading)
         return reading
 
     def _read_group(
         self,
         number: int,
-        part: Slots,
+        positions: Ints,
         key: torch.Tensor,
         blocks: Ints,
         first: int,
@@ -142,7 +144,7 @@ class Oracle:
         kept = np.flatnonzero(blocks)
         if not len(kept):
             return
-        where = _where(shape, part.positions[kept], blocks[kept])
+        where = _where(shape, positions[kept], blocks[kept])
         for view, weights in zip(self._cache.views[number], self._weights[number], strict=True):
             seen = view.tensor[where]
             expected = _expected(view, key[torch.from_numpy(kept)])
@@ -152,7 +154,7 @@ class Oracle:
             unlike = (seen.to(torch.int64) - expected.to(torch.int64)) * weights
             at = kept + first
             reading.difference[at] += unlike.flatten(1).sum(1).numpy()
-            _describe(shape, view, seen, expected, at, part.positions[kept], reading)
+            _describe(shape, view, seen, expected, at, positions[kept], reading)
 
     def _parts(self, slots: Slots) -> Iterator[Slots]:
         size = max(1, CHUNK_BYTES // self._slot_bytes)
@@ -174,35 +176,6 @@ def warm_up(device: Device, shapes: tuple[GroupShape, ...]) -> None:
 
 def _where(shape: GroupShape, positions: Ints, blocks: Ints) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(blocks), torch.from_numpy(positions % shape.block_tokens)
-
-
-def _whole_blocks(positions: Ints, blocks: Ints, size: int) -> tuple[Ints, Ints]:
-    """Indexes at which `size` tokens fill a block from its start to its end, and all others."""
-    first = np.flatnonzero(positions % size == 0)
-    first = first[first + size <= len(positions)]
-    last = first + size - 1
-    first = first[
-        (positions[last] == positions[first] + size - 1) & (blocks[last] == blocks[first])
-    ]
-    inside = (first[:, None] + np.arange(size)).ravel()
-    return first, np.setdiff1d(np.arange(len(positions)), inside, assume_unique=True)
-
-
-def _runs(starts: Ints, blocks: Ints) -> Iterator[tuple[int, Ints]]:
-    """Whole blocks that are neighbours in memory: the first of them, and where each begins."""
-    starts = starts[np.argsort(blocks[starts], kind="stable")]
-    for run in np.split(starts, np.flatnonzero(np.diff(blocks[starts]) != 1) + 1):
-        if len(run):
-            yield int(blocks[run[0]]), run
-
-
-def _fill_blocks(view: View, key: torch.Tensor, starts: Ints, blocks: Ints, size: int) -> None:
-    """One call per run of neighbouring blocks; it releases the GIL."""
-    tail = (1,) * view.base.dim()
-    for first, run in _runs(starts, blocks):
-        keys = key[torch.from_numpy(run[:, None] + np.arange(size))].view(-1, size, *tail)
-        target = view.tensor[first : first + len(run)]
-        torch.bitwise_xor(view.base[None, None], keys, out=target)
 
 
 def _expected(view: View, key: torch.Tensor) -> torch.Tensor:
@@ -234,6 +207,7 @@ def _describe(
         channel = int((there != here).nonzero()[0, 0])
         token = int(row[0])
         kind = "latent" if shape.latent else "KV"[place.get("k", view.kind)]
+        kind = "state" if shape.state else kind
         reading.examples.append(
             Wrong(
                 int(at[token]), shape.layers[place["l"]], shape.heads[place.get("h", 0)], kind,

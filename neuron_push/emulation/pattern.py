@@ -5,6 +5,10 @@
 w counts the 8-byte words of a head's row. Heads and layers are the model's own numbers, so the
 pattern does not know about ranks, blocks or layouts.
 
+The state (Mamba) that a request's first n tokens leave behind has the words
+
+    word(layer, rank, w) = state_key(digest of those tokens) ^ base(layer, 0, rank, w)
+
 A request's digest is the sum over positions of a hash of the slot's bytes. The hash is linear:
 hash(seen) = hash(expected) + hash(seen - expected). The first part follows from (token, position)
 alone, so only wrong bytes cost anything, and ranks add up their second parts.
@@ -62,6 +66,12 @@ def bases(layers: Sequence[int], kinds: int, heads: Sequence[int], words: int) -
 def digests(key: Words) -> Words:
     """Hash of a slot that holds what it must."""
     return mix(key ^ np.uint64(0x5DEECE66D))
+
+
+def state_key(digest: int) -> npt.NDArray[np.int64]:
+    """What decides the content of a state: one word, in an array."""
+    value = np.array([digest & (2**64 - 1)], np.uint64)
+    return mix(value ^ np.uint64(0x2545F4914F6CDD1D)).view(np.int64)
 
 
 def next_token(digest: int, position: int) -> int:

@@ -41,6 +41,8 @@ class EmulatedPlatform(CpuPlatform):
         parallel.distributed_executor_backend = executor
         parallel.worker_cls = WORKER
         cache.block_size = block or DEVICES[options.device].block_tokens
+        if cache.mamba_cache_mode == "align":  # a state per block, for the prefix cache
+            cache.mamba_block_size = cache.block_size
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from neuron_push.emulation.oracle import Ints
+from neuron_push.emulation.fill import Ints
 
 # Positions of the earlier context that each step reads again.
 RECHECKED = 2
@@ -36,6 +36,9 @@ class Piece:
     count: int
     blocks: tuple[Ints, ...]
     """Per group, the block of each position from `start` on."""
+    states: dict[int, tuple[int, int]]
+    """By number of each state group: the block of the state before the step (0 at the start of a
+    prompt), and that of the state after it."""
     context: tuple[int, tuple[Ints, ...]] | None
     """KV that is there without having been computed by this request: first position, and
     blocks per group of the positions up to `start`."""
@@ -56,6 +59,8 @@ class Requests:
     windows: tuple[int, ...]
     """Per group, tokens that attention looks back over; 0: all."""
     seed: int = 0
+    state_groups: tuple[int, ...] = ()
+    """Numbers of the groups that keep a state per request (or per block) and no tokens."""
     states: dict[str, State] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,14 +107,24 @@ class Requests:
         again = np.unique(self._random.integers(0, start, RECHECKED)) if start else np.arange(0)
         new = np.arange(start, start + count)
         return Piece(
-            state, start, count, self._blocks(state, new, None), context,
-            (again, self._blocks(state, again, start)),
+            state, start, count, self._blocks(state, new, None),
+            {group: self._kept(state, group, start, count) for group in self.state_groups},
+            context, (again, self._blocks(state, again, start)),
         )  # fmt: skip
+
+    def _kept(self, state: State, group: int, start: int, count: int) -> tuple[int, int]:
+        """A state lies in the block of the last token that it holds."""
+        table, size = state.tables[group], self.sizes[group]
+        return table[(start - 1) // size] if start else 0, table[(start + count - 1) // size]
 
     def _blocks(self, state: State, positions: Ints, reader: int | None) -> tuple[Ints, ...]:
         """Block per position and group; 0 where the token at `reader` does not look."""
         rows = []
-        for table, size, window in zip(state.tables, self.sizes, self.windows, strict=True):
+        groups = zip(state.tables, self.sizes, self.windows, strict=True)
+        for number, (table, size, window) in enumerate(groups):
+            if number in self.state_groups:
+                rows.append(np.zeros(len(positions), np.int64))
+                continue
             found = np.array(table, np.int64)[positions // size]
             if window and reader is not None:
                 found = np.where(positions > reader - window, found, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,8 +78,9 @@ class EmulatedRunner:
         accelerator.use(self._writer)
         _watch_writes(self._writer)
         self._requests = Requests(
-            tuple(shape.block_tokens for shape in shapes),
+            tuple(group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups),
             tuple(shape.window for shape in shapes), options.seed,
+            tuple(number for number, shape in enumerate(shapes) if shape.state),
         )  # fmt: skip
         self._order.register(cache.tensors)
 
@@ -175,24 +177,33 @@ def _name(config: VllmConfig) -> str:
 def _shape(config: VllmConfig, group: Any) -> memory.GroupShape:
     spec = group.kv_cache_spec
     spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
-    total = config.model_config.get_total_num_kv_heads()
-    rank, ranks = get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size
-    latent = "MLA" in type(spec).__name__
-    heads: tuple[int, ...] = (0,)
-    if not latent:
-        # As vLLM divides or, beyond the number of heads, replicates them.
-        heads = tuple(
-            head for head in range(total)
-            if (head * ranks // total == rank if ranks <= total else rank * total // ranks == head)
-        )  # fmt: skip
+    names = tuple(group.layer_names)
     numbers = tuple(
-        int(next(part for part in name.split(".") if part.isdecimal()))
-        for name in group.layer_names
+        int(next(part for part in name.split(".") if part.isdecimal())) for name in names
     )
+    if "Mamba" in type(spec).__name__:
+        dtype, size = spec.dtypes[0], spec.dtypes[0].itemsize
+        return memory.GroupShape(
+            names, numbers, (get_tensor_model_parallel_rank(),), 1,
+            sum(math.prod(shape) for shape in spec.shapes) * size, size, dtype, False, 0,
+            True, spec.page_size_bytes,
+        )  # fmt: skip
+    latent = "MLA" in type(spec).__name__
     element = spec.dtype.itemsize
     return memory.GroupShape(
-        tuple(group.layer_names), numbers, heads, spec.block_size, spec.head_size * element,
-        element, spec.dtype, latent, getattr(spec, "sliding_window", None) or 0,
+        names, numbers, (0,) if latent else _heads(config), spec.block_size,
+        spec.head_size * element, element, spec.dtype, latent,
+        getattr(spec, "sliding_window", None) or 0,
+    )  # fmt: skip
+
+
+def _heads(config: VllmConfig) -> tuple[int, ...]:
+    """Numbers of this rank's heads, as vLLM divides or, beyond their number, replicates them."""
+    total = config.model_config.get_total_num_kv_heads()
+    rank, ranks = get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size
+    return tuple(
+        head for head in range(total)
+        if (head * ranks // total == rank if ranks <= total else rank * total // ranks == head)
     )  # fmt: skip
 
 

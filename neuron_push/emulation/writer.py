@@ -165,10 +165,13 @@ class Writer:
             wrong[index] = self._read_context(piece)
         hashes = np.split(self._hashes(_join(new)), np.cumsum([len(slots) for slots in new])[:-1])
         wrong += self._read_new(step.pieces, new)
+        wrong += self._read_states(step.pieces)
         wrong = self._combine(wrong)
         for piece, mine, difference in zip(step.pieces, hashes, wrong.tolist(), strict=True):
             state, stop = piece.state, piece.start + piece.count
             state.digest = (state.digest + _sum(mine) + difference) & (2**64 - 1)
+            for group, (_, block) in piece.states.items():
+                self._oracle.fill_state(group, block, pattern.state_key(state.digest))
             if stop < len(state.tokens):
                 step.sampled.append([])  # a chunk of a prompt
                 continue
@@ -204,6 +207,18 @@ class Writer:
         found = self._read([pieces[owner] for owner in owners], slots, "step")
         wrong = np.zeros(len(pieces), np.int64)
         np.add.at(wrong, np.array(owners, np.int64), found)
+        return wrong
+
+    def _read_states(self, pieces: Sequence[Piece]) -> np.ndarray:
+        """State pages as they are before the step: each is what all earlier tokens have made."""
+        wrong = np.zeros(len(pieces), np.int64)
+        for index, piece in enumerate(pieces):
+            key = pattern.state_key(piece.state.digest)
+            for group, (block, _) in piece.states.items() if piece.start else ():
+                reading = self._oracle.read_state(group, block, piece.start - 1, key)
+                moment = "step" if piece.context is None else "context"
+                self._reporter.reading([piece.state.request], reading, moment)
+                wrong[index] += reading.difference[0]
         return wrong
 
     def _read(self, owners: Sequence[Piece], slots: Slots, moment: str) -> np.ndarray:

