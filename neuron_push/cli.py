@@ -43,6 +43,9 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
     ),
     "bench": Group(
         {
+            "sweep": Command(
+                "neuron_push.bench.sweep.command", "TTFT and TPOT over lengths, rates"
+            ),
             "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),
             "plan": Command("neuron_push.bench.plan", "cost of planning copies"),
             "router": Command("neuron_push.bench.router", "what the router adds to a request"),

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO, Final, Self
 
 from neuron_push.errors import NeuronPushError
@@ -265,3 +265,21 @@ def _spawn(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+@contextmanager
+def signals_as_interrupts() -> Iterator[None]:
+    """Make a polite end from outside unwind like Ctrl-C, so that everything is stopped."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    # One that is ignored, as under nohup, stays ignored.
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

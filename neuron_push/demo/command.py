@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from neuron_push import processes, tiny_model
@@ -63,7 +61,7 @@ def check(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the demo; 0 only if every output was exact and nothing was left behind."""
     check(args)
-    with _signals_as_interrupts(), ExitStack() as stack:
+    with processes.signals_as_interrupts(), ExitStack() as stack:
         logs = args.keep_logs or Path(stack.enter_context(_folder("neuron-push-logs-")))
         folder = Path(stack.enter_context(_folder("neuron-push-model-")))
         result = Demo(args, logs.absolute(), folder).run()
@@ -184,21 +182,3 @@ def say(text: str) -> None:
 def _folder(prefix: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         yield name
-
-
-@contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """Make a polite end from outside unwind like Ctrl-C, so that everything is stopped."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    # One that is ignored, as under nohup, stays ignored.
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -100,6 +100,12 @@ PROFILES: dict[str, Profile] = {
         per_prefill_token=25e-6, per_decode_step=5.6e-3,
         link=Link(bandwidth=50e9, latency=15e-6),
     ),
+    "fast-prefill": Profile(
+        "the p5en profile's decode with prefill 2.5 times as fast: invented, for loads that "
+        "profile cannot follow",
+        per_prefill_token=10e-6, per_decode_step=5.6e-3,
+        link=Link(bandwidth=50e9, latency=15e-6),
+    ),
     "qwen3-32b-tp8-trn2": Profile(
         "estimated from the p5en profile, no public run of this model on trn2: prefill scaled by "
         "dense BF16 peak (8 H200 at 989 TFLOPS over 8 logical cores at 167 TFLOPS), decode by "

@@ -51,14 +51,18 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     blocks: Count = 512
     prefix_caching: bool = False
     runner: Runner = "gpu-v2"
-    verify: Literal["full", "sampled"] = "full"
+    verify: Literal["full", "sampled", "none"] = "full"
     profile: str = "instant"
     link: bool = False
     """Whether WRITEs take the time of the profile's link."""
     max_model_len: Count = 4096
     max_batched: Count = 512
     max_seqs: Count = 64
-    connector: Literal["neuron-push", "vllm-push", "vllm-pull", "none"] = "neuron-push"
+    connector: Literal["neuron-push", "vllm-push", "vllm-pull", "decode-bench", "none"] = (
+        "neuron-push"
+    )
+    progress_delay: Annotated[int, Meta(ge=0)] = 0
+    """Of vLLM's connectors, see `options`."""
     settings: dict[str, Any] = {}
     """More of kv_connector_extra_config."""
     fault: str = ""
@@ -148,6 +152,7 @@ def engine_options(spec: EngineSpec, model: Path, reports: Path) -> EngineOption
     emulation = Options(
         device=spec.device, runner=spec.runner, verify=spec.verify, profile=spec.profile,
         report=str(reports.absolute()), fault=_fault(spec.fault), link=spec.link,
+        progress_delay=spec.progress_delay,
     )  # fmt: skip
     executor = "uni" if spec.tp == 1 else "mp"
     arguments = [
@@ -184,6 +189,13 @@ def _transfer(spec: EngineSpec) -> dict[str, Any] | None:
     if spec.connector == "neuron-push":
         settings = {"accelerator": "emulated", **spec.settings}
         return {**CONNECTOR, **role, "kv_connector_extra_config": settings}
+    if spec.connector == "decode-bench":
+        # KV is there when a request is scheduled; what it holds does not matter.
+        settings = {"startup_fill": True, **spec.settings}
+        return {
+            "kv_connector": "DecodeBenchConnector", **role, "kv_role": "kv_both",
+            "kv_connector_extra_config": settings,
+        }  # fmt: skip
     name = "NixlPushConnector" if spec.connector == "vllm-push" else "NixlConnector"
     return {
         "kv_connector": name, **role, "kv_role": "kv_both", "kv_buffer_device": "cpu",

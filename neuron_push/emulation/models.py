@@ -34,6 +34,18 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
         "mamba_expand": 2, "mamba_n_groups": 1, "position_embedding_type": "rope",
         "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 64,
     },
+    # One of eight tensor-parallel ranks of the next model.
+    "qwen3-32b-rank": {
+        "num_hidden_layers": 64, "hidden_size": 640, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 3200,
+        "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
+    },
+    # Many small blocks: 64 bytes of KV per token and layer.
+    "small-kv": {
+        "num_hidden_layers": 64, "hidden_size": 128, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 256,
+        "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
+    },
     # The shape of the published benchmark, for cost profiles at TP 8.
     "qwen3-32b": {
         "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64,

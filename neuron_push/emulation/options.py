@@ -32,9 +32,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whose order of connector hooks. "cpu" writes bytes before the hooks; the others launch,
     call the hooks, and write later."""
 
-    verify: Literal["full", "sampled"] = "full"
+    verify: Literal["full", "sampled", "none"] = "full"
     """"full": every byte once when KV becomes schedulable, then new and sampled slots each
-    step. "sampled": a few slots at each of these moments."""
+    step. "sampled": a few slots at each of these moments. "none": nothing is read, for KV that
+    follows no pattern."""
 
     profile: str = "instant"
     """Name of a cost profile (neuron_push.emulation.cost)."""
@@ -47,6 +48,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     kv_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
     """KV memory per rank, unless --num-gpu-blocks-override says otherwise."""
+
+    progress_delay: Annotated[int, Meta(ge=0)] = 0
+    """Microseconds between two rounds of NIXL's progress thread, which vLLM's connectors start.
+    0: NIXL's own choice, to spin on a core of its own."""
 
     seed: int = 0
     """Of the pattern and of sampled positions. Engines that exchange KV share it."""

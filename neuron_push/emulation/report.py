@@ -2,6 +2,8 @@
 
 <engine>-<rank>.wrong.jsonl     one line per wrong row described
 <engine>-<rank>.json            the summary, rewritten as a whole
+<engine>-<rank>.moments.jsonl   per request, the step with its last prompt token:
+                                [request, launched, ended], on the machine's monotonic clock
 """
 
 from __future__ import annotations
@@ -122,6 +124,12 @@ class Reporter:
         self._stale = True
         if time.monotonic() - self._written > PERIOD:
             self._write()
+
+    def prompt_done(self, request: str, launched: float, ended: float) -> None:
+        """A step has computed a request's last prompt token; on decode, that is its first step."""
+        if self._folder:
+            with (self._folder / f"{self._name}.moments.jsonl").open("a") as file:
+                file.write(json.dumps([request, launched, ended]) + "\n")
 
     def idle(self) -> None:
         """Nothing has happened for a while."""

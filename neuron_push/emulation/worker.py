@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from neuron_push.emulation import accelerator, cost, layers, link, memory
+from neuron_push.emulation import accelerator, cost, layers, link, memory, rivals
 from neuron_push.emulation.devices import DEVICES
 from neuron_push.emulation.faults import Faults
 from neuron_push.emulation.options import wanted
@@ -25,7 +26,7 @@ from neuron_push.emulation.oracle import Oracle, warm_up
 from neuron_push.emulation.report import Reporter
 from neuron_push.emulation.requests import Requests
 from neuron_push.emulation.runners import ORDERS
-from neuron_push.emulation.writer import Writer
+from neuron_push.emulation.writer import SAMPLES, Writer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +50,9 @@ class EmulatedRunner:
         self._device = DEVICES[options.device]
         self._order = ORDERS[options.runner](config, self._launch)
         self._specs: dict[str, KVCacheSpec] = {}
+        self._cores = os.sched_getaffinity(0)
+        if options.progress_delay:
+            rivals.slow_progress(options.progress_delay)
         self._writer: Writer | None = None
         self._requests: Requests | None = None
 
@@ -71,7 +75,7 @@ class EmulatedRunner:
             link.install(costs)
         self._writer = Writer(
             Oracle(cache, options.seed), costs, Reporter(options.report, _name(self._config)),
-            sampled=options.verify == "sampled", combine=_combine(self._config),
+            samples=SAMPLES[options.verify], combine=_combine(self._config),
             meddle=faults, early_fence=options.fault == "early-fence",
         )  # fmt: skip
         self._writer.start()
@@ -83,6 +87,7 @@ class EmulatedRunner:
             tuple(number for number, shape in enumerate(shapes) if shape.state),
         )  # fmt: skip
         self._order.register(cache.tensors)
+        rivals.spread(self._cores)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Writer:
         costs: Latencies,
         reporter: Reporter,
         *,
-        sampled: bool = False,
+        samples: int | None = None,
         combine: Combine | None = None,
         clock: Clock | None = None,
         meddle: Meddle | None = None,
@@ -69,7 +70,7 @@ class Writer:
         self._oracle = oracle
         self._costs = costs
         self._reporter = reporter
-        self._sampled = sampled
+        self._samples = samples
         self._combine = combine or (lambda values: values)
         self._clock = clock or RealClock()
         self._meddle = meddle or (lambda moment, step: None)
@@ -155,6 +156,9 @@ class Writer:
         summary.own_seconds += own
         summary.late_seconds += max(0.0, self._free_at - end)
         self._reporter.step_done()
+        for piece in step.pieces:
+            if piece.start < piece.state.prompt <= piece.start + piece.count:
+                self._reporter.prompt_done(piece.state.request, step.launched, self._free_at)
 
     # ------------------------------------------------------------------ reading
 
@@ -200,6 +204,8 @@ class Writer:
         parts = []
         for index, (piece, mine) in enumerate(zip(pieces, new, strict=True)):
             again = _slots(piece, *piece.again)
+            if self._samples == 0:
+                again = _pick(again, np.arange(0))
             for slots in (_pick(mine, self._chosen(len(mine))), again):
                 owners += [index] * len(slots)
                 parts.append(slots)
@@ -231,13 +237,14 @@ class Writer:
         return pattern.digests(self._oracle.keys(slots))
 
     def _chosen(self, count: int) -> np.ndarray:
-        if not self._sampled or count <= SAMPLES:
+        most = self._samples
+        if most is None or count <= most:
             return np.arange(count)
-        return np.unique(np.linspace(0, count - 1, SAMPLES).astype(np.int64))
+        return np.unique(np.linspace(0, count - 1, most).astype(np.int64))
 
 
-# Slots read where `verify` is "sampled".
-SAMPLES = 8
+# Slots read at each moment, by `verify`; None: all.
+SAMPLES: Final[dict[str, int | None]] = {"full": None, "sampled": 8, "none": 0}
 
 
 def _new_slots(piece: Piece) -> Slots:

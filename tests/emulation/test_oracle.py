@@ -32,7 +32,7 @@ def reports(folder):
 
 
 @pytest.mark.parametrize("devices", [("p5en", "p5en"), ("trn2", "trn2"), ("trn2", "p5en")])
-@pytest.mark.parametrize("options", [{}, {"block": 24}, {"sampled": True}])
+@pytest.mark.parametrize("options", [{}, {"block": 24}, {"samples": 8}])
 def test_kv_from_elsewhere_gives_what_one_engine_answers(tmp_path, devices, options):
     decode, answer = pair(tmp_path, "", *devices, **options)
     assert answer == RIGHT
