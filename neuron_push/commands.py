@@ -3,18 +3,27 @@
 Commands travel from the engine's scheduler half to the worker half inside vLLM's per-step
 metadata and on to the transfer thread; reports travel back. A *pin* is a number under which
 the scheduler half holds references on KV blocks; the thread says when they may go.
+
+On the way to the thread commands are packed (`encode`): the engine's main loop passes bytes on.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from neuron_push.protocol import Address, Match
 
-# One list of block ids per KV group, in token order.
-GroupBlocks = tuple[list[int], ...]
+# Per KV group, block ids in token order, as `pack_ids` writes them.
+GroupBlocks = tuple[bytes, ...]
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Block ids as int32 of this machine: they travel without an object per block."""
+    return array("i", ids).tobytes()
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -97,6 +106,19 @@ class Retire(_Record, frozen=True):
 
 
 Command = Receive | Abandon | Offer | Near | Settle | Retire
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Command])
+
+
+def encode(commands: Sequence[Command]) -> bytes:
+    """Commands as `TransferThread.submit` takes them."""
+    return _encoder.encode(commands)
+
+
+def decode(payload: bytes) -> list[Command]:
+    """What `encode` wrote; nothing for an empty payload."""
+    return _decoder.decode(payload) if payload else []
 
 
 class Received(_Record, frozen=True):

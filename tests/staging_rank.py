@@ -95,30 +95,30 @@ class _Commands:
 
     def prefill(self, match, edges, chunk_s=0.0):
         """Offer, settle in chunks, retire."""
-        from neuron_push.commands import Offer, Retire, Settle
+        from neuron_push.commands import Offer, Retire, Settle, encode, pack_ids
 
         size, blocks = self.engine.block_tokens, self.engine.blocks
-        self.thread.submit([Offer(1, "p", match)])
+        self.thread.submit(encode([Offer(1, "p", match)]))
         known = 0
         for stop in edges:
             count = -(-stop // size)
-            settled = Settle(1, stop, (known,), (blocks[known:count],), 71, stop == match.tokens)
-            self.thread.submit([settled])
+            ids = pack_ids(blocks[known:count])
+            settled = Settle(1, stop, (known,), (ids,), 71, stop == match.tokens)
+            self.thread.submit(encode([settled]))
             known = count
             time.sleep(chunk_s)
-        self.thread.submit([Retire(1, "finished")])
+        self.thread.submit(encode([Retire(1, "finished")]))
 
     def receive(self, address, match, start):
         """Register; remembers what the pages held before."""
-        from neuron_push.commands import Receive
+        from neuron_push.commands import Receive, encode, pack_ids
         from tests import oracle
 
         self.before = oracle.snapshot(self.engine.caches[0])
         first = start // self.engine.block_tokens
-        blocks = self.engine.blocks[first:]
-        self.thread.submit(
-            [Receive(1, "r", address, "", match, start, match.tokens, (first,), (blocks,), 72, 20)]
-        )
+        ids = pack_ids(self.engine.blocks[first:])
+        wanted = Receive(1, "r", address, "", match, start, match.tokens, (first,), (ids,), 72, 20)
+        self.thread.submit(encode([wanted]))
 
     def hear(self, kind, seconds=20.0):
         """Wait for a report of this kind; its text."""

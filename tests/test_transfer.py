@@ -20,6 +20,8 @@ from neuron_push.commands import (
     Retire,
     Settle,
     Unpinned,
+    encode,
+    pack_ids,
 )
 from neuron_push.config import Config
 from neuron_push.errors import NeuronPushError
@@ -115,7 +117,7 @@ def receive(prefill: Engine, attempt: int = 1, **changes: object) -> Receive:
     facts: dict[str, object] = {
         "attempt": attempt, "request": f"r{attempt}", "prefill": prefill.listener.address,
         "engine": "P", "match": MATCH, "start": 0, "stop": MATCH.tokens, "first": (0,),
-        "blocks": ([7, 3, 9],), "pin": attempt, "patience": 5.0,
+        "blocks": (pack_ids([7, 3, 9]),), "pin": attempt, "patience": 5.0,
     }  # fmt: skip
     return Receive(**{**facts, **changes})  # type: ignore[arg-type]
 
@@ -123,7 +125,7 @@ def receive(prefill: Engine, attempt: int = 1, **changes: object) -> Receive:
 def settled(source: int = 1) -> list[Offer | Settle | Retire]:
     return [
         Offer(source, "p", MATCH),
-        Settle(source, MATCH.tokens, (0,), ([4, 5, 2],), 70 + source, True),
+        Settle(source, MATCH.tokens, (0,), (pack_ids([4, 5, 2]),), 70 + source, True),
         Retire(source, "finished"),
     ]
 
@@ -140,10 +142,10 @@ def test_what_prefill_computed_arrives_in_the_registered_blocks(
     prefill, decode = pair
     fill(prefill)
     if first == "prefill":
-        prefill.thread.submit(settled())
-    decode.thread.submit([receive(prefill)])
+        prefill.thread.submit(encode(settled()))
+    decode.thread.submit(encode([receive(prefill)]))
     if first == "decode":
-        prefill.thread.submit(settled())
+        prefill.thread.submit(encode(settled()))
     decode.hears(lambda report: report == Received(1, "r1"))
     decode.hears(lambda report: report == Unpinned(1))
     prefill.hears(lambda report: report == Unpinned(71))
@@ -166,8 +168,8 @@ def test_nothing_is_sent_before_the_fence_is_done(pair: tuple[Engine, Engine]) -
             return self.open
 
     fence = Fence()
-    decode.thread.submit([receive(prefill)])
-    prefill.thread.submit(settled(), fence)
+    decode.thread.submit(encode([receive(prefill)]))
+    prefill.thread.submit(encode(settled()), fence)
     assert not decode.thread.wait(0.3)
     fill(prefill)
     fence.open = True
@@ -179,8 +181,8 @@ def test_an_abandoned_attempt_is_reported_at_once_and_unpinned_when_quiet(
     pair: tuple[Engine, Engine],
 ) -> None:
     prefill, decode = pair
-    decode.thread.submit([receive(prefill)])
-    decode.thread.submit([Abandon(1, "the client left")])
+    decode.thread.submit(encode([receive(prefill)]))
+    decode.thread.submit(encode([Abandon(1, "the client left")]))
     report = decode.hears(lambda report: isinstance(report, ReceiveFailed))
     assert isinstance(report, ReceiveFailed) and report.reason == "the client left"
     decode.hears(lambda report: report == Unpinned(1))
@@ -188,13 +190,13 @@ def test_an_abandoned_attempt_is_reported_at_once_and_unpinned_when_quiet(
 
 def test_a_lease_ends_a_prompt_that_nobody_wants(pair: tuple[Engine, Engine]) -> None:
     prefill, _ = pair
-    prefill.thread.submit(settled())
+    prefill.thread.submit(encode(settled()))
     prefill.hears(lambda report: report == Unpinned(71), within=4.0)
 
 
 def test_a_wrong_engine_is_named(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
-    decode.thread.submit([receive(prefill, engine="Q")])
+    decode.thread.submit(encode([receive(prefill, engine="Q")]))
     report = decode.hears(lambda report: isinstance(report, ReceiveFailed))
     assert isinstance(report, ReceiveFailed) and "P" in report.reason and "Q" in report.reason
 
@@ -210,10 +212,10 @@ def test_a_defect_in_one_transfer_fails_that_one_only(
         consumer, "_register",
         lambda attempt, *rest: 1 / 0 if attempt.command.attempt == 1 else register(attempt, *rest),
     )  # fmt: skip
-    decode.thread.submit([receive(prefill, 1)])
+    decode.thread.submit(encode([receive(prefill, 1)]))
     decode.hears(lambda report: isinstance(report, ReceiveFailed) and report.attempt == 1)
-    prefill.thread.submit(settled())
-    decode.thread.submit([receive(prefill, 2)])
+    prefill.thread.submit(encode(settled()))
+    decode.thread.submit(encode([receive(prefill, 2)]))
     decode.hears(lambda report: report == Received(2, "r2"))
 
 
@@ -231,8 +233,8 @@ def test_a_thread_that_cannot_start_says_why() -> None:
 
 def test_an_idle_pair_uses_hardly_any_processor(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
-    prefill.thread.submit(settled())
-    decode.thread.submit([receive(prefill)])
+    prefill.thread.submit(encode(settled()))
+    decode.thread.submit(encode([receive(prefill)]))
     decode.hears(lambda report: report == Received(1, "r1"))
     decode.hears(lambda report: report == Unpinned(1))
     began, used = time.monotonic(), time.process_time()
@@ -250,9 +252,9 @@ def test_an_engine_whose_ranks_are_still_starting_is_asked_again(
         decode = build(stack, "D", "consumer", config)
         early = Listener("P", "127.0.0.1", 0, lambda: engine_info("P", "producer"))
         stack.callback(early.close)
-        decode.thread.submit([receive(Engine(decode.thread, early, [], []))])
+        decode.thread.submit(encode([receive(Engine(decode.thread, early, [], []))]))
         assert not decode.thread.wait(0.5)  # it is there, but has no ranks yet
         prefill = build(stack, "P", "producer", config, early)
         fill(prefill)
-        prefill.thread.submit(settled())
+        prefill.thread.submit(encode(settled()))
         decode.hears(lambda report: report == Received(1, "r1"))

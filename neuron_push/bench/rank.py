@@ -28,6 +28,8 @@ from neuron_push.commands import (
     Retire,
     Settle,
     Unpinned,
+    encode,
+    pack_ids,
 )
 from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Group, Plane, Region, Semantics
@@ -122,7 +124,7 @@ class Rank:
         number = next(self._numbers)
         self.fill(blocks, stamp)
         self._prompts[number] = (name, list(blocks))
-        self.thread.submit([Offer(number, name, _match(name, len(blocks)))])
+        self.thread.submit(encode([Offer(number, name, _match(name, len(blocks)))]))
         self._settle(number, 0, len(blocks) if part is None else part)
         return number
 
@@ -132,7 +134,7 @@ class Rank:
 
     def retire(self, number: int, reason: str) -> None:
         """Prefill: the request is aborted."""
-        self.thread.submit([Retire(number, "ended", reason)])
+        self.thread.submit(encode([Retire(number, "ended", reason)]))
 
     def want(
         self, name: str, blocks: Sequence[int], prefill: Address, engine: str = "",
@@ -140,15 +142,15 @@ class Rank:
     ) -> int:  # fmt: skip
         """Decode: receive a prompt into these blocks; the attempt's and its pin's number."""
         number = next(self._numbers)
-        self.thread.submit([Receive(
+        self.thread.submit(encode([Receive(
             number, name, prefill, engine, _match(name, len(blocks)), 0, len(blocks) * TOKENS,
-            (0,), (list(blocks),), number, patience,
-        )])  # fmt: skip
+            (0,), (pack_ids(blocks),), number, patience,
+        )]))  # fmt: skip
         return number
 
     def abandon(self, number: int, reason: str = "the client left") -> None:
         """Decode: give an attempt up."""
-        self.thread.submit([Abandon(number, reason)])
+        self.thread.submit(encode([Abandon(number, reason)]))
 
     def has(self, kind: str, number: int) -> bool:
         """Whether a report came: "Received", "ReceiveFailed" or "Unpinned"."""
@@ -250,11 +252,11 @@ class Rank:
         _, blocks = self._prompts[number]
         last = end == len(blocks)
         commands: list[Command] = [
-            Settle(number, end * TOKENS, (begin,), (blocks[begin:end],), number, last)
+            Settle(number, end * TOKENS, (begin,), (pack_ids(blocks[begin:end]),), number, last)
         ]
         if last:
             commands.append(Retire(number, "finished"))
-        self.thread.submit(commands)
+        self.thread.submit(encode(commands))
 
     def _collect(self) -> None:
         now = time.monotonic()

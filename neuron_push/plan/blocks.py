@@ -32,6 +32,11 @@ class Blocks:
     first: int
     ids: npt.NDArray[np.int32]
 
+    @classmethod
+    def unpack(cls, first: int, packed: bytes) -> Blocks:
+        """Of ids packed as int32 of this machine."""
+        return cls(first, np.frombuffer(packed, np.int32))
+
 
 def encode_runs(ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
     """Flat [start, count, start, count, ...] of ascending neighbours; a run from 0 is all zeros.

@@ -21,8 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
 from neuron_push.commands import Receive
 from neuron_push.errors import ProtocolError
 from neuron_push.plan import Blocks
@@ -97,7 +95,7 @@ class Attempt:
     def blocks(self) -> tuple[Blocks, ...]:
         """The reserved blocks, group by group."""
         lists = zip(self.command.first, self.command.blocks, strict=True)
-        return tuple(Blocks(first, np.asarray(ids, np.int32)) for first, ids in lists)
+        return tuple(Blocks.unpack(first, packed) for first, packed in lists)
 
     @property
     def draining(self) -> bool:

@@ -234,8 +234,7 @@ class Consumer:
     def _register(self, attempt: Attempt, now: float) -> Register:
         command = attempt.command
         blocks = tuple(
-            BlockList(first, tuple(encode_runs(ids)))
-            for first, ids in zip(command.first, command.blocks, strict=True)
+            BlockList(each.first, tuple(encode_runs(each.ids))) for each in attempt.blocks
         )
         patience = max(0, int((attempt.deadline - now) * 1000))
         return Register(

@@ -154,12 +154,13 @@ class Sending:
         return cut.next(taken, register.start, register.stop, self.source.settled)
 
 
-def extend(groups: list[Blocks], group: int, first: int, ids: list[int]) -> None:
+def extend(groups: list[Blocks], group: int, first: int, packed: bytes) -> None:
     """Append newly settled blocks to a source's list, or replace it if they do not follow."""
-    added = np.asarray(ids, dtype=np.int32)
+    added = Blocks.unpack(first, packed)
     if group >= len(groups):
-        groups.append(Blocks(first, added))
+        groups.append(added)
     elif first == groups[group].first + groups[group].ids.size:
-        groups[group] = Blocks(groups[group].first, np.concatenate([groups[group].ids, added]))
-    elif added.size:
-        groups[group] = Blocks(first, added)
+        joined = np.concatenate([groups[group].ids, added.ids])
+        groups[group] = Blocks(groups[group].first, joined)
+    elif added.ids.size:
+        groups[group] = added

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from neuron_push.accelerator import Fence
@@ -24,6 +24,7 @@ from neuron_push.commands import (
     Report,
     Retire,
     Settle,
+    decode,
 )
 from neuron_push.config import Config
 from neuron_push.errors import TransportError
@@ -75,12 +76,13 @@ class TransferThread:
             self._tracer,
             make_mover,
         )
-        self._commands: deque[Command] = deque()
+        # What the main loop submitted, packed: unpacking is this thread's work.
+        self._submitted: deque[tuple[bytes, Fence | None]] = deque()
         # Prefill commands in order, each behind the fence of the step that made it true.
         self._fenced: deque[tuple[Fence | None, tuple[Command, ...]]] = deque()
         self._reports: list[Report] = []
         self._news = threading.Condition()
-        self._pause = Pause(config, lambda: bool(self._commands or self._fenced))
+        self._pause = Pause(config, lambda: bool(self._submitted or self._fenced))
         self._stop = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="neuron-push", daemon=True)
@@ -93,16 +95,9 @@ class TransferThread:
         self._thread.start()
         return self._ready.result(timeout)
 
-    def submit(self, commands: Iterable[Command], fence: Fence | None = None) -> None:
-        """Hand commands over; those of the prefill side take effect when `fence` is done."""
-        prefill: list[Command] = []
-        for command in commands:
-            if isinstance(command, Receive | Abandon):
-                self._commands.append(command)
-            else:
-                prefill.append(command)
-        if prefill:
-            self._fenced.append((fence, tuple(prefill)))
+    def submit(self, commands: bytes, fence: Fence | None = None) -> None:
+        """Hand packed commands over; the prefill side's take effect when `fence` is done."""
+        self._submitted.append((commands, fence))
         self._pause.nudge()
 
     def take(self) -> list[Report]:
@@ -173,8 +168,16 @@ class TransferThread:
 
     def _take_commands(self, driver: Driver) -> bool:
         worked = False
-        while self._commands:
-            self._handle(driver, self._commands.popleft())
+        while self._submitted:
+            packed, fence = self._submitted.popleft()
+            prefill: list[Command] = []
+            for command in decode(packed):
+                if isinstance(command, Receive | Abandon):
+                    self._handle(driver, command)
+                else:
+                    prefill.append(command)
+            if prefill:
+                self._fenced.append((fence, tuple(prefill)))
             worked = True
         while self._fenced and (self._fenced[0][0] is None or self._fenced[0][0].done()):
             for command in self._fenced.popleft()[1]:
@@ -222,7 +225,8 @@ class TransferThread:
             return
         logger.error("the transfer thread stopped; restart this engine", exc_info=error)
         waiting = [a.command for a in self._core.consumer.attempts.values() if not a.reported]
-        waiting += [c for c in self._commands if isinstance(c, Receive)]
+        submitted = [command for packed, _ in list(self._submitted) for command in decode(packed)]
+        waiting += [command for command in submitted if isinstance(command, Receive)]
         for command in waiting:
             if command.start < command.stop:
                 reason = f"transfer thread stopped: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -97,18 +98,16 @@ class Decodes:
         start, stop = decode.computed, decode.computed + external
         first = tuple([start // size for size in self._sizes])
         tables = blocks.get_block_ids()
-        wanted = tuple(
-            [
-                table[low : -(-stop // size)]
-                for table, low, size in zip(tables, first, self._sizes, strict=True)
-            ]
-        )
+        wanted = [
+            array("i", table[low : -(-stop // size)])
+            for table, low, size in zip(tables, first, self._sizes, strict=True)
+        ]
         if decode.reject:
-            self._fail(decode, request.request_id, wanted)
+            self._fail(decode, request.request_id, wanted[0])
             return
         decode.pin = pins.new()
-        for table in wanted:
-            pins.promise(decode.pin, table)
+        for ids in wanted:
+            pins.promise(decode.pin, ids)
         self._remember_pin(decode)
         decode.attempt = next(self._attempts)
         leg, match = decode.leg, decode.match
@@ -116,7 +115,8 @@ class Decodes:
         self._commands.append(
             Receive(
                 decode.attempt, request.request_id, leg.prefill, leg.engine, match, start, stop,
-                first, wanted, decode.pin, leg.patience or self._patience, self._hold_failure,
+                first, tuple([ids.tobytes() for ids in wanted]), decode.pin,
+                leg.patience or self._patience, self._hold_failure,
             )
         )  # fmt: skip
 
@@ -161,7 +161,7 @@ class Decodes:
         leg, match = decode.leg, decode.match
         if leg is None or match is None:
             return
-        none: tuple[list[int], ...] = tuple([[] for _ in self._sizes])
+        none = (b"",) * len(self._sizes)
         self._commands.append(
             Receive(
                 next(self._attempts), name, leg.prefill, leg.engine, match, 0, 0,
@@ -169,10 +169,10 @@ class Decodes:
             )
         )  # fmt: skip
 
-    def _fail(self, decode: Decode, name: str, wanted: tuple[list[int], ...]) -> None:
+    def _fail(self, decode: Decode, name: str, ids: array[int]) -> None:
         logger.warning("request %s fails: %s", name, decode.reject)
         decode.settled = True
-        self._rejected.append((name, decode.reject, tuple(wanted[0])))
+        self._rejected.append((name, decode.reject, tuple(ids)))
 
 
 __all__ = ["Decodes"]

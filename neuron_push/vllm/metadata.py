@@ -1,7 +1,12 @@
-"""What the two halves tell each other in every step. Empty steps pickle to a few bytes."""
+"""What the two halves tell each other in every step. Empty steps pickle to a few bytes.
+
+Commands travel packed: the main loops pickle and pass on a few byte strings, whatever is in
+them, and the transfer thread unpacks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -9,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from neuron_push.commands import Command
+from neuron_push.commands import Command, Receive, Retire, Settle, decode, encode
 
 # (request, reason, block ids): a load that fails at once. The block ids are for vLLM versions
 # that are told of a failure by block, and whose models then have one group of them.
@@ -19,25 +24,57 @@ Rejection = tuple[str, str, tuple[int, ...]]
 class StepMeta(KVConnectorMetadata):
     """Scheduler half to worker half, once per step.
 
-    `idle` says that the step computes nothing, so the worker half may wait a moment for news.
+    `now`: packed commands that leave before the forward. `due`: those that wait for the step's
+    settle point. `attempts`: numbers of the attempts that begin with `now` and whose end is to be
+    reported. `idle` says that the step computes nothing, so the worker half may wait a moment for
+    news.
     """
 
-    __slots__ = ("commands", "idle", "rejected")
+    __slots__ = ("attempts", "due", "idle", "now", "rejected")
 
     def __init__(
         self,
-        commands: tuple[Command, ...] = (),
+        now: bytes = b"",
+        due: bytes = b"",
+        attempts: tuple[int, ...] = (),
         rejected: tuple[Rejection, ...] = (),
         idle: bool = False,
     ) -> None:
-        self.commands = commands
+        self.now = now
+        self.due = due
+        self.attempts = attempts
         self.rejected = rejected
         self.idle = idle
 
+    @classmethod
+    def of(
+        cls, commands: Sequence[Command], rejected: Sequence[Rejection] = (), idle: bool = False
+    ) -> StepMeta:
+        """Sort commands by when they leave, and pack them."""
+        now: list[Command] = []
+        due: list[Command] = []
+        attempts: tuple[int, ...] = ()
+        for command in commands:
+            if isinstance(command, Settle | Retire):
+                due.append(command)
+            else:
+                now.append(command)
+                if isinstance(command, Receive) and command.start < command.stop:
+                    attempts += (command.attempt,)
+        return cls(
+            encode(now) if now else b"", encode(due) if due else b"", attempts, tuple(rejected),
+            idle,
+        )  # fmt: skip
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        """What is packed, in the order in which it leaves; for whoever reads along."""
+        return (*decode(self.now), *decode(self.due))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self.commands and not self.rejected:
+        if not (self.now or self.due or self.rejected):
             return _empty, (self.idle,)
-        return StepMeta, (self.commands, self.rejected, self.idle)
+        return StepMeta, (self.now, self.due, self.attempts, self.rejected, self.idle)
 
 
 def _empty(idle: bool) -> StepMeta:

@@ -8,6 +8,8 @@ how long by leases, budgets and the fence: a full pool makes new requests wait, 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from time import monotonic
@@ -28,7 +30,7 @@ class Pin:
 
     since: float
     ended: float = 0.0  # when the transfer was over but for what is in flight
-    ids: list[int] = field(default_factory=list)  # promised, not held
+    ids: array[int] = field(default_factory=lambda: array("i"))  # promised, not held
     blocks: list[KVCacheBlock] = field(default_factory=list)  # held
     quiet: set[int] = field(default_factory=set)
 
@@ -59,7 +61,7 @@ class Pins:
         self._pins[number].blocks += blocks
         self.blocks += len(blocks)
 
-    def promise(self, number: int, ids: list[int]) -> None:
+    def promise(self, number: int, ids: array[int]) -> None:
         """Name blocks that vLLM holds for now; `hold` takes references before it lets go."""
         self._pins[number].ids += ids
         self.blocks += len(ids) - ids.count(0)
@@ -71,9 +73,9 @@ class Pins:
             blocks = self._find(pin.ids)
             self._pool.touch(blocks)
             pin.blocks += blocks
-            pin.ids = []
+            pin.ids = array("i")
 
-    def _find(self, ids: list[int]) -> list[KVCacheBlock]:
+    def _find(self, ids: Sequence[int]) -> list[KVCacheBlock]:
         table = self._pool.blocks
         if 0 in ids:
             return [table[block] for block in ids if block]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
-from neuron_push.commands import Command, Near, Offer, Retire, Settle
+from neuron_push.commands import Command, Near, Offer, Retire, Settle, pack_ids
 from neuron_push.protocol import Match
 from neuron_push.vllm.pins import Pins
 
@@ -128,7 +128,8 @@ class Prefills:
         prefill.settled = stop
         if last:
             self._commands.append(Near(prefill.source))
-        self._commands.append(Settle(prefill.source, stop, first, added, prefill.pin, last))
+        packed = tuple([pack_ids(ids) for ids in added])
+        self._commands.append(Settle(prefill.source, stop, first, packed, prefill.pin, last))
 
 
 def status_text(request: Request) -> str:

@@ -159,7 +159,7 @@ class SchedulerHalf:
         idle = not output.total_num_scheduled_tokens
         if not self._commands and not self._rejected:
             return IDLE if idle and self._pins else NOTHING
-        meta = StepMeta(tuple(self._commands), tuple(self._rejected), idle)
+        meta = StepMeta.of(self._commands, self._rejected, idle)
         self._commands.clear()
         self._rejected.clear()
         return meta

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from neuron_push import accelerator as accelerators
-from neuron_push.commands import Command, Receive, ReceiveFailed, Retire, Settle, Unpinned
+from neuron_push.commands import Receive, ReceiveFailed, Settle, Unpinned, decode
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Geometry, Region
@@ -27,7 +27,7 @@ from neuron_push.rendezvous import Identity
 from neuron_push.transfer import TransferThread
 from neuron_push.transport import TransportFactory
 from neuron_push.vllm import describe, identity
-from neuron_push.vllm.metadata import NOTHING, Rejection, StepMeta, WorkerMeta
+from neuron_push.vllm.metadata import IDLE, NOTHING, Rejection, StepMeta, WorkerMeta
 from neuron_push.vllm.stats import PushStats
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ class WorkerHalf:
         self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
         self._meta: StepMeta = NOTHING
-        self._due: list[Command] = []  # prefill commands of the step, until its settle point
-        self._bound: dict[int, Receive] = {}  # attempts under way
+        self._due: list[bytes] = []  # packed commands of the step, until its settle point
+        # Attempts under way, and the packed commands they came in: read only when one fails.
+        self._bound: dict[int, bytes] = {}
         self._bad_blocks: set[int] = set()
         self._unpinned: list[tuple[int, int]] = []
         self._failures: list[tuple[str, str]] = []
@@ -140,24 +141,23 @@ class WorkerHalf:
     def bind(self, meta: StepMeta) -> None:
         """A step begins: registrations leave now, before the forward."""
         # What a runner that called no later hook left behind, or what had to wait for its output.
-        self._settle()
+        if self._due:
+            self._settle()
         self._meta = meta
+        if meta is NOTHING or meta is IDLE:
+            return
         if meta.rejected:
             self._rejected += meta.rejected
-        if not meta.commands:
-            return
-        now: list[Command] = []
-        for command in meta.commands:
-            if isinstance(command, Settle | Retire):
-                self._due.append(command)
-            else:
-                now.append(command)
-                if isinstance(command, Receive) and command.start < command.stop:
-                    self._bound[command.attempt] = command
-        assert self._thread is not None
-        self._thread.submit(now)
-        if self._thread.failure is not None:
-            self._fail_all(f"the transfer thread stopped: {self._thread.failure}")
+        if meta.due:
+            self._due.append(meta.due)
+        if meta.now:
+            thread = self._thread
+            assert thread is not None
+            for attempt in meta.attempts:
+                self._bound[attempt] = meta.now
+            thread.submit(meta.now)
+            if thread.failure is not None:
+                self._fail_all(f"the transfer thread stopped: {thread.failure}")
 
     def finish_forward(self) -> None:
         """Settle point of runners that call it; draft layers are written later."""
@@ -171,16 +171,20 @@ class WorkerHalf:
         scheduling the engine has the step's output by then, and it always takes one more step
         after a request has finished.
         """
-        if self._accelerator.hides_end and any(isinstance(c, Settle) for c in self._due):
+        if not self._due:
+            return
+        if self._accelerator.hides_end and any(
+            isinstance(command, Settle) for packed in self._due for command in decode(packed)
+        ):
             return
         self._settle()
 
     def _settle(self) -> None:
-        if not self._due:
-            return
         assert self._thread is not None
         due, self._due = self._due, []
-        self._thread.submit(due, self._accelerator.record_fence())
+        fence = self._accelerator.record_fence()
+        for packed in due:
+            self._thread.submit(packed, fence)
 
     def results(self) -> tuple[set[str], set[str]]:
         """(requests whose load ended, those of them that failed) since the last call."""
@@ -198,10 +202,10 @@ class WorkerHalf:
         for report in reports:
             if isinstance(report, Unpinned):
                 self._unpinned.append((report.pin, self._rank))
-            elif (command := self._bound.pop(report.attempt, None)) is not None:
+            elif (packed := self._bound.pop(report.attempt, None)) is not None:
                 ended.add(report.request)
                 if isinstance(report, ReceiveFailed):
-                    self._rejected.append((report.request, report.reason, _first_group(command)))
+                    self._rejected.append(_rejection(packed, report.attempt, report.reason))
         for request, reason, blocks in self._rejected:
             self._explain(request, reason)
             ended.add(request)
@@ -241,7 +245,7 @@ class WorkerHalf:
     def _fail_all(self, reason: str) -> None:
         """Nobody will answer what is under way; the pins stay, since WRITEs may still land."""
         bound, self._bound = self._bound, {}
-        self._rejected += [(c.request, reason, _first_group(c)) for c in bound.values()]
+        self._rejected += [_rejection(packed, number, reason) for number, packed in bound.items()]
 
     def _wait(self, thread: TransferThread) -> None:
         config = self._config
@@ -249,9 +253,16 @@ class WorkerHalf:
         thread.wait(config.step_wait_idle if quiet else config.step_wait)
 
 
-def _first_group(command: Receive) -> tuple[int, ...]:
-    """The blocks of a load; a vLLM that is told of failures by block has one group of them."""
-    return tuple(command.blocks[0])
+def _rejection(packed: bytes, attempt: int, reason: str) -> Rejection:
+    """The end of one of the attempts in `packed`.
+
+    A vLLM that is told of failures by block has one group of blocks.
+    """
+    for command in decode(packed):
+        if isinstance(command, Receive) and command.attempt == attempt:
+            blocks = memoryview(command.blocks[0]).cast("i")
+            return command.request, reason, tuple(blocks)
+    raise LookupError(f"attempt {attempt} did not come with these commands")
 
 
 __all__ = ["WorkerHalf"]

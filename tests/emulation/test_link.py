@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from neuron_push.commands import Received, Unpinned
+from neuron_push.commands import Received, Unpinned, encode
 from neuron_push.emulation import cost
 from neuron_push.emulation.link import Linked, linked
 from neuron_push.errors import Disconnected, ProtocolError
@@ -113,9 +113,9 @@ def test_a_real_transfer_takes_the_modelled_time(monkeypatch):
         decode = kit.build(stack, "D", "consumer", config)
         kit.fill(prefill)
         nbytes = sum(array[:, [4, 5, 2]].nbytes for array in prefill.kv)
-        decode.thread.submit([kit.receive(prefill, patience=30.0)])
+        decode.thread.submit(encode([kit.receive(prefill, patience=30.0)]))
         begun = time.monotonic()
-        prefill.thread.submit(kit.settled())
+        prefill.thread.submit(encode(kit.settled()))
         decode.hears(lambda report: report == Received(1, "r1"), within=40.0)
         took = time.monotonic() - begun
         prefill.hears(lambda report: report == Unpinned(71))

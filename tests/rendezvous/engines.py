@@ -17,6 +17,7 @@ from neuron_push.commands import (
     Retire,
     Settle,
     Unpinned,
+    pack_ids,
 )
 from neuron_push.protocol import Address, Match, RankInfo
 from tests.rendezvous.memory import CANARY
@@ -129,7 +130,7 @@ class Engine:
         self.attempts[number] = attempt
         self.command(
             Receive(number, f"r{number}", Address(prefill, 0), "", match, start, match.tokens,
-                    (first,), (blocks,), number if blocks else -1, patience, hold,
+                    (first,), (pack_ids(blocks),), number if blocks else -1, patience, hold,
                     pull=pull and bool(blocks))
         )  # fmt: skip
         return attempt
@@ -179,7 +180,7 @@ class Engine:
         pin.blocks += blocks
         for index, block in enumerate(pin.blocks):
             self.memory[block] = (prompt, index, min(size, stop - index * size))
-        self.command(Settle(source, stop, (first,), (blocks,), source, last))
+        self.command(Settle(source, stop, (first,), (pack_ids(blocks),), source, last))
         return True
 
     def retire(self, source: int, outcome: str):

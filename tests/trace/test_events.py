@@ -74,9 +74,9 @@ def post(attempt, write):
 def test_the_tracer_follows_a_transfer_on_the_prefill_side():
     tracer = Tracer(Ring(100, "P"))
     tracer.saw(Offer(1, "r", MATCH), 1.0)
-    tracer.saw(Settle(1, 64, (0,), ([1],), 1, False), 2.0)
+    tracer.saw(Settle(1, 64, (0,), (b"",), 1, False), 2.0)
     tracer.saw(Notified("D:0", Register(9, 0, MATCH, 0, 100, (), 1000)), 2.5)
-    tracer.saw(Settle(1, 100, (0,), ([2],), 1, True), 3.0)
+    tracer.saw(Settle(1, 100, (0,), (b"",), 1, True), 3.0)
     tracer.did(post(9, 77), 3.1, 3.3)
     tracer.saw(WriteEnded(77, "done"), 4.0)
     tracer.saw(Retire(1, "finished"), 5.0)
@@ -92,7 +92,7 @@ def test_the_tracer_follows_a_transfer_on_the_prefill_side():
 def test_the_tracer_follows_a_transfer_on_the_decode_side():
     tracer = Tracer(Ring(100, "D"))
     where = Address("h", 1)
-    tracer.saw(Receive(4, "r", where, "P", MATCH, 0, 99, (0,), ([1],), 1, 9.0), 1.0)
+    tracer.saw(Receive(4, "r", where, "P", MATCH, 0, 99, (0,), (b"",), 1, 9.0), 1.0)
     tracer.did(Notify(1, "P:0", Register(4, 0, MATCH, 0, 99, (), 1000)), 1.1, 1.2)
     tracer.saw(Notified("P:0", Done(4, 0, 99, nbytes=5)), 2.0)
     tracer.did(Tell(Received(4, "r")), 2.1, 2.1)

@@ -17,6 +17,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from msgspec.structs import replace
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from neuron_push.commands import Receive, Settle
 from neuron_push.vllm import compat
 from neuron_push.vllm.metadata import WorkerMeta
 
@@ -212,5 +214,15 @@ def connector_output(
 
 
 def of_kind(meta: Any, kind: type) -> list[Any]:
-    """The commands of one kind in a step's metadata."""
-    return [command for command in meta.commands if isinstance(command, kind)]
+    """The commands of one kind in a step's metadata, their block ids as lists."""
+    return [
+        replace(command, blocks=tuple(map(unpack_ids, command.blocks)))
+        if isinstance(command, Settle | Receive)
+        else command
+        for command in meta.commands
+        if isinstance(command, kind)
+    ]
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    return list(memoryview(packed).cast("i"))

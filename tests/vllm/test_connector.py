@@ -141,7 +141,7 @@ def test_the_installed_vllm_and_several_groups():
 
 def test_results_in_the_style_of_the_installed_vllm():
     connector, _ = worker_side()
-    step(connector, StepMeta((receive(1, "a"), receive(2, "b", blocks=(9, 10)))))
+    step(connector, StepMeta.of((receive(1, "a"), receive(2, "b", blocks=(9, 10)))))
     connector._worker._thread.reports = [
         Received(1, "a"), ReceiveFailed(2, "b", "the prefill engine is gone", True)
     ]  # fmt: skip
@@ -159,7 +159,7 @@ def test_results_in_the_style_of_the_installed_vllm():
 def test_a_caller_that_knows_only_get_finished_still_hears_of_failures():
     """Silence would mean decoding over bytes that never came."""
     connector, _ = worker_side()
-    step(connector, StepMeta((receive(2, "b", blocks=(9, 10)),)))
+    step(connector, StepMeta.of((receive(2, "b", blocks=(9, 10)),)))
     connector._worker._thread.reports = [ReceiveFailed(2, "b", "why", True)]
     assert connector.get_finished(set()) == (None, {"b"})
     assert connector.get_block_ids_with_load_errors() == {9, 10}
@@ -167,7 +167,7 @@ def test_a_caller_that_knows_only_get_finished_still_hears_of_failures():
 
 def test_layer_hooks_do_nothing():
     connector, log = worker_side()
-    connector.bind_connector_metadata(StepMeta((Settle(1, 5, (0,), ([1],), 1, True),)))
+    connector.bind_connector_metadata(StepMeta.of((Settle(1, 5, (0,), (b"",), 1, True),)))
     for layer in ("a", "b"):
         connector.wait_for_layer_load(layer)
         connector.save_kv_layer(layer, None, None)
@@ -278,7 +278,7 @@ def test_beside_another_connector_on_the_worker_side():
     both = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config(8))
     mine, log = both._connectors[1], []
     mine._worker._accelerator, mine._worker._thread = Accelerator(log), Thread(log)
-    mine.bind_connector_metadata(StepMeta((receive(1, "a"),)))
+    mine.bind_connector_metadata(StepMeta.of((receive(1, "a"),)))
     mine._worker._thread.reports = [ReceiveFailed(1, "a", "why", True)]
     if compat.FAILS_BY_REQUEST:
         found = both.get_transfer_results(set())

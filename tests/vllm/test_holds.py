@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -47,7 +49,7 @@ def test_blocks_are_held_until_every_rank_is_quiet():
 def test_promised_blocks_count_too():
     pins = Pins(Pool(), world=1)
     pin = pins.new()
-    pins.promise(pin, [4, 5])
+    pins.promise(pin, array("i", [4, 5]))
     assert pins.held(pin) == 2
 
 

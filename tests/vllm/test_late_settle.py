@@ -6,12 +6,13 @@ import types
 
 import pytest
 
+from neuron_push.commands import pack_ids
 from neuron_push.errors import ConfigError
 from neuron_push.vllm import worker
 from neuron_push.vllm.metadata import StepMeta
 from tests.vllm.test_worker import OFFER, RETIRE, SETTLE, half_with, submitted
 
-LAST = SETTLE.__class__(1, 100, (2,), ([3],), 5, True)
+LAST = SETTLE.__class__(1, 100, (2,), (pack_ids([3]),), 5, True)
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def half(log):
 
 
 def step(half, *commands, hooks=("finish_forward", "settle")):
-    half.bind(StepMeta(commands))
+    half.bind(StepMeta.of(commands))
     for hook in hooks:
         getattr(half, hook)()
     half.results()

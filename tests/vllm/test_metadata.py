@@ -2,14 +2,15 @@
 
 import pickle
 
-from neuron_push.commands import Abandon, Near, Offer, Receive, Retire, Settle
+from neuron_push.commands import Abandon, Near, Offer, Receive, Retire, Settle, pack_ids
 from neuron_push.protocol import Address, Match
 from neuron_push.vllm.metadata import IDLE, NOTHING, StepMeta, WorkerMeta
 
+IDS = pack_ids([5, 0, 70_000])
 MATCH = Match("t#0", "cmpl-1-0", b"\x01" * 16, 100)
 COMMANDS = (
-    Receive(1, "r", Address("h", 1), "e", MATCH, 16, 100, (1,), ([5, 0, 70_000],), 3, 2.5, True),
-    Abandon(1, "why"), Offer(2, "q", MATCH), Near(2), Settle(2, 64, (0,), ([1, 2],), 4, False),
+    Receive(1, "r", Address("h", 1), "e", MATCH, 16, 100, (1,), (IDS,), 3, 2.5, True),
+    Abandon(1, "why"), Offer(2, "q", MATCH), Near(2), Settle(2, 64, (0,), (IDS,), 4, False),
     Retire(2, "finished"),
 )  # fmt: skip
 
@@ -31,11 +32,12 @@ def test_empty_metadata_is_not_copied():
 
 
 def test_everything_survives():
-    meta = StepMeta(COMMANDS, (("r9", "bad params", (1, 2)),), idle=True)
+    meta = StepMeta.of(COMMANDS, (("r9", "bad params", (1, 2)),), idle=True)
     back = through(meta)
     assert back.commands == COMMANDS
     assert [type(command) for command in back.commands] == [type(c) for c in COMMANDS]
-    assert back.commands[0].blocks == ([5, 0, 70_000],)
+    assert back.commands[0].blocks == (IDS,)
+    assert back.attempts == (1,)
     assert back.rejected == meta.rejected
     assert back.idle
 

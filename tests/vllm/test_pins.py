@@ -1,5 +1,7 @@
 """Pins against vLLM's own block pool."""
 
+from array import array
+
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
@@ -120,8 +122,8 @@ def test_promised_blocks_are_held_when_vllm_is_about_to_let_go(pool):
     blocks, ids = take(pool, 4)
     free = pool.get_num_free_blocks()
     kept, quiet = pins.new(), pins.new()
-    pins.promise(kept, [0, *ids[:2]])
-    pins.promise(quiet, ids[2:])
+    pins.promise(kept, array("i", [0, *ids[:2]]))
+    pins.promise(quiet, array("i", ids[2:]))
     assert pins.blocks == 4
     assert all(block.ref_cnt == 1 for block in blocks)
     pins.quiet(quiet, 0)

@@ -14,6 +14,8 @@ from neuron_push.commands import (
     Retire,
     Settle,
     Unpinned,
+    decode,
+    pack_ids,
 )
 from neuron_push.config import Config
 from neuron_push.protocol import Address, Match
@@ -23,7 +25,7 @@ from neuron_push.vllm.worker import QUIET, WorkerHalf
 from tests.vllm_hooks import load_traces
 
 MATCH = Match("t", "r", b"", 100)
-SETTLE = Settle(1, 64, (0,), ([1, 2],), 5, False)
+SETTLE = Settle(1, 64, (0,), (pack_ids([1, 2]),), 5, False)
 OFFER, NEAR, RETIRE = Offer(1, "p", MATCH), Near(1), Retire(1, "finished")
 TRACES = load_traces()
 
@@ -38,7 +40,7 @@ class Thread:
         self.tally = Tally()
 
     def submit(self, commands, fence=None):
-        for command in commands:
+        for command in decode(commands):
             self.log.append(("submit", type(command), command, fence))
 
     def take(self):
@@ -83,8 +85,8 @@ def half_with(log, *, drafts=False, rank=0):
 
 def receive(attempt, request, blocks=(7, 8), start=0, stop=30):
     return Receive(
-        attempt, request, Address("h", 1), "", MATCH, start, stop, (0,), (list(blocks),), attempt,
-        5.0,
+        attempt, request, Address("h", 1), "", MATCH, start, stop, (0,), (pack_ids(blocks),),
+        attempt, 5.0,
     )  # fmt: skip
 
 
@@ -142,10 +144,10 @@ class Replay:
             self.idle.append(not scheduled)
             commands = (
                 receive(number, f"d{number}"),
-                Settle(number, 64, (0,), ([1],), 1000 + number, False),
+                Settle(number, 64, (0,), (pack_ids([1]),), 1000 + number, False),
                 Retire(number, "finished"),
             )
-            self.half.bind(StepMeta(commands, idle=not scheduled))
+            self.half.bind(StepMeta.of(commands, idle=not scheduled))
             self.half._thread.reports += [Received(number, f"d{number}")] * 2
         elif call.hook in self.CALLS:
             found = self.CALLS[call.hook](self.half)
@@ -235,7 +237,7 @@ def test_the_traces_hold_the_orders_that_matter():
 
 
 def test_prefill_commands_wait_for_the_settle_point_and_offers_do_not(half, log):
-    half.bind(StepMeta((OFFER, NEAR, SETTLE, RETIRE, receive(1, "d"), Abandon(9, "x"))))
+    half.bind(StepMeta.of((OFFER, NEAR, SETTLE, RETIRE, receive(1, "d"), Abandon(9, "x"))))
     assert [type(c) for c in submitted(log)] == [Offer, Near, Receive, Abandon]
     half.finish_forward()
     half.settle()
@@ -246,7 +248,7 @@ def test_prefill_commands_wait_for_the_settle_point_and_offers_do_not(half, log)
 
 def test_draft_layers_are_written_after_the_forward_of_the_target(log):
     half = half_with(log, drafts=True)
-    half.bind(StepMeta((SETTLE,)))
+    half.bind(StepMeta.of((SETTLE,)))
     half.finish_forward()
     assert not submitted(log)
     half.settle()
@@ -254,8 +256,8 @@ def test_draft_layers_are_written_after_the_forward_of_the_target(log):
 
 
 def test_a_runner_without_a_late_hook_settles_at_the_next_bind(half, log):
-    half.bind(StepMeta((SETTLE,)))
-    half.bind(StepMeta((receive(1, "d"),)))
+    half.bind(StepMeta.of((SETTLE,)))
+    half.bind(StepMeta.of((receive(1, "d"),)))
     assert [type(c) for c in submitted(log)] == [Settle, Receive]
 
 
@@ -274,7 +276,7 @@ def test_steps_without_commands_record_no_fence(half, log):
 
 
 def test_loads_end_once_whatever_the_thread_repeats(half):
-    half.bind(StepMeta((receive(1, "a"), receive(2, "b", blocks=(9,)))))
+    half.bind(StepMeta.of((receive(1, "a"), receive(2, "b", blocks=(9,)))))
     half._thread.reports = [
         Received(1, "a"), Received(1, "a"), ReceiveFailed(2, "b", "why", True), Received(2, "b"),
         Received(77, "stranger"),
@@ -286,13 +288,13 @@ def test_loads_end_once_whatever_the_thread_repeats(half):
 
 
 def test_a_declined_registration_is_never_reported(half):
-    half.bind(StepMeta((receive(1, "a", blocks=(), stop=0),)))
+    half.bind(StepMeta.of((receive(1, "a", blocks=(), stop=0),)))
     half._thread.reports = [ReceiveFailed(1, "a", "unreachable", True)]
     assert half.results() == (set(), set())
 
 
 def test_rejections_fail_at_once_and_without_waiting(half, log):
-    half.bind(StepMeta((), (("bad", "why", (3, 4)),), idle=True))
+    half.bind(StepMeta.of((), (("bad", "why", (3, 4)),), idle=True))
     assert half.results() == ({"bad"}, {"bad"})
     assert half.bad_blocks() == {3, 4}
     assert not log
@@ -308,9 +310,9 @@ def test_pins_are_told_with_the_rank_and_once(log):
 
 
 def test_a_dead_thread_fails_what_is_under_way_and_what_comes_after(half):
-    half.bind(StepMeta((receive(1, "a"),)))
+    half.bind(StepMeta.of((receive(1, "a"),)))
     half._thread.failure = RuntimeError("no memory")
-    half.bind(StepMeta((receive(2, "b"),)))
+    half.bind(StepMeta.of((receive(2, "b"),)))
     half._thread.reports = [ReceiveFailed(1, "a", "stopped", False)]
     assert half.results() == ({"a", "b"}, {"a", "b"})
     assert half.results() == (set(), set())
@@ -322,7 +324,7 @@ def test_waits_are_longer_when_nothing_happens(half, log, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("neuron_push.vllm.worker.time.monotonic", lambda: now[0])
     config = half._config
-    half.bind(StepMeta((receive(1, "a"),), idle=True))
+    half.bind(StepMeta.of((receive(1, "a"),), idle=True))
     half._thread.reports = [Received(1, "a")]
     half.results()
     half.bind(IDLE)
