@@ -53,11 +53,13 @@ class Decodes:
         *,
         patience: float,
         recompute: bool,
+        backoff: int = 0,
     ) -> None:
         self._commands = commands
         self._rejected = rejected
         self._sizes = sizes
         self._patience = patience
+        self._backoff = backoff
         # vLLM recomputes into the very blocks: it may hear of a failure only when they are quiet.
         self._hold_failure = recompute or not FAILS_BY_REQUEST
         self._attempts = count(1)
@@ -80,9 +82,11 @@ class Decodes:
             return 0, False
         prompt = request.num_prompt_tokens
         decode.computed = computed
-        if prompt - computed <= 1 and not decode.reject:
+        if decode.reject:
+            return prompt - computed, prompt > computed
+        if prompt - computed <= max(1, self._backoff):
             return 0, False  # the last token is computed here in any case
-        return prompt - computed, prompt > computed
+        return prompt - self._backoff - computed, True
 
     def after_alloc(
         self, request: Request, blocks: KVCacheBlocks, external: int, pins: Pins

@@ -6,8 +6,9 @@ shapes never say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from neuron_push import layouts
 from neuron_push.accelerator import Accelerator
@@ -19,7 +20,10 @@ from neuron_push.vllm.identity import group_kind
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+# As vLLM's plug-in for NxD Inference names the caches that it hands to a connector.
+_NXD: Final = re.compile(r"tp\d+_layer\d+_(k|v|kv)")
 
 
 def held_heads(total: int, rank: int, ranks: int) -> tuple[int, ...]:
@@ -36,39 +40,111 @@ def describe(
     caches: Mapping[str, torch.Tensor],
     accelerator: Accelerator,
     heads: tuple[int, ...],
+    seat: int = 0,
 ) -> Geometry:
     """Regions, groups and planes of everything in `caches` (layer name -> tensor).
 
+    `heads` are the global KV heads of this rank, `seat` its tensor-parallel number, which names
+    its part of a state.
+
     Raises ConfigError or GeometryError for a cache that cannot be described.
     """
-    regions = _Regions(accelerator)
-    groups = []
-    element = 0
-    for spec in kv_config.kv_cache_groups:
-        kind = group_kind(spec.kv_cache_spec)
-        planes: list[Plane] = []
-        page_tokens = 0
-        for name in spec.layer_names:
-            tensor = caches[name]
-            base = regions.base_of(tensor)
-            place = layouts.Place(layer_index(name), regions.number[base], base)
-            attention = _attention(vllm_config, name, kind)
-            planes += accelerator.planes(tensor, attention, place)
-            page_tokens, element = _page_tokens(tensor, spec.kv_cache_spec), tensor.element_size()
-        groups.append(
-            Group(
-                kind=_supported(kind),
-                block_tokens=spec.kv_cache_spec.block_size,
-                page_tokens=page_tokens,
-                num_blocks=kv_config.num_blocks,
-                heads=(0,) if kind == "mla" else heads,
-                planes=tuple(planes),
-                window=getattr(spec.kv_cache_spec, "sliding_window", 0) or 0,
-            )
+    _refuse_nxd(caches)
+    reading = _Reading(vllm_config, caches, accelerator)
+    groups = tuple(
+        reading.state_group(spec, kv_config.num_blocks, seat)
+        if group_kind(spec.kv_cache_spec) == "state"
+        else reading.group(spec, kv_config.num_blocks, heads)
+        for spec in kv_config.kv_cache_groups
+    )
+    if len(reading.elements) > 1:
+        sizes = " and ".join(map(str, sorted(reading.elements)))
+        raise ConfigError(
+            f"KV caches have elements of {sizes} bytes; one engine's must be alike to be "
+            "transferred (an index cache beside MLA is not known here)"
         )
-    geometry = Geometry(tuple(regions.listed), tuple(groups), element)
+    geometry = Geometry(tuple(reading.regions.listed), groups, next(iter(reading.elements), 1))
     check(geometry)
     return geometry
+
+
+class _Reading:
+    """The caches of one worker, and what has been learnt of them."""
+
+    def __init__(
+        self, config: VllmConfig, caches: Mapping[str, torch.Tensor], accelerator: Accelerator
+    ) -> None:
+        self._config = config
+        self._caches = caches
+        self._accelerator = accelerator
+        self.regions = _Regions(accelerator)
+        self.elements: set[int] = set()  # sizes in bytes
+
+    def _place(self, name: str) -> layouts.Place:
+        base = self.regions.base_of(self._caches[name])
+        return layouts.Place(layer_index(name), self.regions.number[base], base)
+
+    def group(self, spec: KVCacheGroupSpec, blocks: int, heads: tuple[int, ...]) -> Group:
+        """A group that keeps tokens."""
+        kind, planes, page_tokens = group_kind(spec.kv_cache_spec), list[Plane](), 0
+        for name in spec.layer_names:
+            tensor = self._caches[name]
+            attention = _attention(self._config, name, kind)
+            planes += self._accelerator.planes(tensor, attention, self._place(name))
+            page_tokens = _page_tokens(tensor, spec.kv_cache_spec)
+            self.elements.add(tensor.element_size())
+        return Group(
+            kind=_supported(kind),
+            block_tokens=spec.kv_cache_spec.block_size,
+            page_tokens=page_tokens,
+            num_blocks=blocks,
+            heads=(0,) if kind == "mla" else heads,
+            planes=tuple(planes),
+            window=getattr(spec.kv_cache_spec, "sliding_window", 0) or 0,
+        )
+
+    def state_group(self, spec: KVCacheGroupSpec, blocks: int, seat: int) -> Group:
+        """A group with a state per request: the block that vLLM views as bytes, and their names.
+
+        Tensor-parallel ranks hold parts of a state, each like the others in size only, unless its
+        spec calls it replicated.
+        """
+        planes, inner = list[Plane](), getattr(spec.kv_cache_spec, "kv_cache_specs", {})
+        replicated = False
+        for name in spec.layer_names:
+            state: Any = inner.get(name, spec.kv_cache_spec)
+            if state.mamba_cache_mode != "none":
+                raise ConfigError(
+                    f"mamba_cache_mode is {state.mamba_cache_mode!r}: states of several places in "
+                    "a prompt are not transferred; start with --no-enable-prefix-caching"
+                )
+            replicated = bool(getattr(state, "tp_replicated", False))
+            view = layouts.View.of(self._caches[name])
+            planes.append(layouts.state([view], self._place(name), name=_state_name(state)))
+        tokens = spec.kv_cache_spec.block_size
+        heads = (0,) if replicated else (seat,)
+        return Group("state", tokens, tokens, blocks, heads, tuple(planes))
+
+
+def _state_name(state: Any) -> str:
+    """What a state's bytes mean: kind of layer, and shape and type of each of its tensors."""
+    kind = getattr(state.mamba_type, "name", state.mamba_type)
+    tensors = [
+        "x".join(map(str, shape)) + f".{str(dtype).removeprefix('torch.')}"
+        for shape, dtype in zip(state.shapes, state.dtypes, strict=True)
+    ]
+    return f"{str(kind).lower()}:{'+'.join(tensors)}"
+
+
+def _refuse_nxd(caches: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError for the caches of vLLM's NxD Inference plug-in, by their names."""
+    name = next((name for name in caches if _NXD.fullmatch(name)), None)
+    if name is not None:
+        raise ConfigError(
+            f"{name!r} is a cache of NxD Inference: there one process holds the caches of all "
+            "ranks, which this connector cannot serve as one rank. Use vLLM Neuron from 0.29 on, "
+            "whose workers hold their own"
+        )
 
 
 class _Regions:

@@ -84,8 +84,20 @@ def semantics(config: VllmConfig, kinds: Sequence[str]) -> Semantics:
         head_size=model.get_head_size(),
         dtype=str(model.dtype).removeprefix("torch.") if dtype == "auto" else str(dtype),
         groups=tuple(kinds),
+        backoff=backoff(config, kinds),
         extra=draft_model(config),
     )
+
+
+def backoff(config: VllmConfig, kinds: Sequence[str]) -> int:
+    """Prompt tokens that prefill leaves to decode, because what they change can be made only once.
+
+    Decode computes the last token in any case. A state (Mamba) must not have seen it before, nor
+    may a draft model's layers have read the token that prefill samples behind it; a chain of MTP
+    modules reads as many tokens ahead as it has links (vLLM 0.30 and later say how many).
+    """
+    least = 1 if "state" in kinds or draft_model(config) else 0
+    return max(least, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
 
 
 def draft_model(config: VllmConfig) -> tuple[tuple[str, str], ...]:

@@ -26,6 +26,7 @@ class Prefill:
 
     request: Request
     match: Match
+    tokens: int  # that are computed here: the prompt, less what decode must compute itself
     source: int = 0
     pin: int = -1  # -1: nothing settled
     settled: int = 0
@@ -36,10 +37,13 @@ class Prefill:
 class Prefills:
     """Offers, settles and retires prompts; holds the blocks of what is settled."""
 
-    def __init__(self, commands: list[Command], sizes: Sequence[int], *, chunks: bool) -> None:
+    def __init__(
+        self, commands: list[Command], sizes: Sequence[int], *, chunks: bool, backoff: int = 0
+    ) -> None:
         self._commands = commands
         self._sizes = sizes
         self._chunks = chunks
+        self._backoff = backoff
         self._sources = count(1)
         self._running: dict[str, Prefill] = {}
 
@@ -48,7 +52,9 @@ class Prefills:
 
     def begin(self, request: Request, match: Match) -> None:
         """A new request is a prefill leg."""
-        prefill = self._running[request.request_id] = Prefill(request, match)
+        shorten(request, self._backoff)
+        tokens = request.num_prompt_tokens
+        prefill = self._running[request.request_id] = Prefill(request, match, tokens)
         self._offer(prefill)
 
     def preempted_with_pin(self) -> bool:
@@ -86,7 +92,7 @@ class Prefills:
         prefill = self._running.pop(request.request_id, None)
         if prefill is None:
             return False
-        if request.status in _FINISHED_WELL and prefill.settled == prefill.match.tokens:
+        if request.status in _FINISHED_WELL and prefill.settled == prefill.tokens:
             self._commands.append(Retire(prefill.source, "finished"))
             return True
         reason = f"the prefill request ended: {status_text(request)}"
@@ -110,7 +116,7 @@ class Prefills:
 
     def _settle(self, prefill: Prefill, reached: int, pins: Pins) -> None:
         """With this step's fence, tokens up to `reached` may be read."""
-        prompt = prefill.match.tokens
+        prompt = prefill.tokens
         stop = min(reached, prompt)
         last = stop == prompt
         if stop <= prefill.settled or not (last or self._chunks):
@@ -130,6 +136,24 @@ class Prefills:
             self._commands.append(Near(prefill.source))
         packed = tuple([pack_ids(ids) for ids in added])
         self._commands.append(Settle(prefill.source, stop, first, packed, prefill.pin, last))
+
+
+def shorten(request: Request, tokens: int) -> None:
+    """Take that many tokens off a prompt's end, unless nothing would be left.
+
+    One token is then sampled, which ends the request before it is computed: it stands where
+    decode has the prompt's own.
+    """
+    if not 0 < tokens < request.num_prompt_tokens:
+        return
+    # A new list, as the old one may be the client's; the other is read through a view.
+    if request.prompt_token_ids is not None:
+        request.prompt_token_ids = request.prompt_token_ids[:-tokens]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens
+    request.max_tokens = 1
 
 
 def status_text(request: Request) -> str:

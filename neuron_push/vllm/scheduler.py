@@ -53,16 +53,18 @@ class SchedulerHalf:
         self._world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._sizes = [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups]
         kinds = identity.group_kinds(kv_config)
-        chunks = config.streaming == "chunk" and all(k in ("full", "mla") for k in kinds)
+        # A window's blocks are freed as it moves on, so those prompts go as a whole.
+        chunks = config.streaming == "chunk" and "sliding" not in kinds
+        backoff = identity.backoff(vllm_config, kinds)
         self._semantics = identity.semantics(vllm_config, kinds)
         self._parallel = parallel
         self._pins: Pins | None = None
         self._commands: list[Command] = []
         self._rejected: list[Rejection] = []
-        self._prefills = Prefills(self._commands, self._sizes, chunks=chunks)
+        self._prefills = Prefills(self._commands, self._sizes, chunks=chunks, backoff=backoff)
         self._decodes = Decodes(
             self._commands, self._rejected, self._sizes, patience=config.patience,
-            recompute=transfer.kv_load_failure_policy == "recompute",
+            recompute=transfer.kv_load_failure_policy == "recompute", backoff=backoff,
         )  # fmt: skip
         self._reasons: dict[str, str] = {}
         self._software = tuple(check_versions().items())

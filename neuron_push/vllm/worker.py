@@ -83,7 +83,9 @@ class WorkerHalf:
                 f"the end of a step is not visible on {self._accelerator.name}, so a step must not "
                 "begin before the last one's output is known: start with --no-async-scheduling"
             )
-        geometry = describe.describe(config, self._kv_config, caches, self._accelerator, heads)
+        geometry = describe.describe(
+            config, self._kv_config, caches, self._accelerator, heads, tensor_rank
+        )
         me = Identity(
             self._engine, self._rank, int.from_bytes(os.urandom(6), "big"),
             identity.semantics(config, identity.group_kinds(self._kv_config)), geometry,

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -77,6 +78,7 @@ def engine_config(
     *, role: str = "kv_both", policy: str = "fail", tensor: int = 1, tokens: int = 64,
     connector: str = "NeuronPushConnector", extra: dict[str, Any] | None = None,
     speculative: dict[str, Any] | None = None, model_len: int = 4096, block: int = BLOCK,
+    prefix_caching: bool = True,
 ) -> Any:  # fmt: skip
     own = connector == "NeuronPushConnector"
     settings = {"side_channel_port": 0, **(extra or {})} if own else extra
@@ -92,34 +94,47 @@ def engine_config(
         model=str(model_folder()), skip_tokenizer_init=True, load_format="dummy",
         max_model_len=model_len, max_num_batched_tokens=tokens, max_num_seqs=8,
         block_size=block, kv_transfer_config=transfer, enforce_eager=True,
-        speculative_config=speculative, enable_prefix_caching=True,
+        speculative_config=speculative, enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=True,
     ).create_engine_config()  # fmt: skip
     config.parallel_config.tensor_parallel_size = tensor
     return config
 
 
-def cache_config(blocks: int, *, groups: int = 1, block: int = BLOCK) -> KVCacheConfig:
+def cache_config(
+    blocks: int, *, groups: int = 1, block: int = BLOCK, state: MambaSpec | None = None
+) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    return KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec) for _ in range(groups)],
-    )
+    listed = [KVCacheGroupSpec(list(LAYERS), spec) for _ in range(groups)]
+    if state is not None:
+        listed.append(KVCacheGroupSpec(["model.layers.2.mixer"], state))
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=listed)
+
+
+def state_spec(mode: str = "none", **changes: Any) -> MambaSpec:
+    """A state as large as a block of `cache_config`'s attention."""
+    return MambaSpec(
+        shapes=((3, 64), (4, 8, 16)), dtypes=(torch.float32, torch.float32), block_size=4096,
+        page_size_padded=BLOCK * 2 * 2 * 32 * 4, mamba_cache_mode=mode, **changes,
+    )  # fmt: skip
 
 
 class Engine:
     """A scheduler whose model runner the test plays."""
 
-    def __init__(self, blocks: int = 64, *, groups: int = 1, block: int = BLOCK, **options: Any):
+    def __init__(
+        self, blocks: int = 64, *, groups: int = 1, block: int = BLOCK,
+        state: MambaSpec | None = None, **options: Any,
+    ):  # fmt: skip
         self.config = engine_config(block=block, **options)
         self.config.cache_config.num_gpu_blocks = blocks
         register_all_kvcache_specs(self.config)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block, sha256)
         self.scheduler = Scheduler(
-            self.config, cache_config(blocks, groups=groups, block=block),
-            StructuredOutputManager(self.config), block,
+            self.config, cache_config(blocks, groups=groups, block=block, state=state),
+            StructuredOutputManager(self.config), state.block_size if state else block,
+            hash_block_size=block,
         )  # fmt: skip
         self.connector = self.scheduler.connector
         self.pool = self.scheduler.kv_cache_manager.block_pool

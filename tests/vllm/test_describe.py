@@ -1,5 +1,6 @@
 """Geometry read from tensors, compared with bytes that vLLM's own kernel wrote."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from neuron_push.accelerator import CpuAccelerator
 from neuron_push.errors import ConfigError, NeuronPushError
 from neuron_push.vllm.describe import describe, held_heads, layer_index
-from tests.vllm.kit import LAYERS, cache_config
+from tests.vllm.kit import LAYERS, cache_config, state_spec
 
 HEADS, WIDTH, BLOCKS = 2, 32, 4
 
@@ -139,6 +140,58 @@ def test_caches_of_a_kind_that_does_not_travel_are_refused():
     kv.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=32)
     with pytest.raises(ConfigError, match="SimpleNamespace"):
         describe(layers_of("CPU_ATTN", isa="vec"), kv, caches_of(32), CpuAccelerator(), (0, 1))
+
+
+def with_state(spec, seat=0):
+    """Attention and a state group over one allocation, as vLLM lays a hybrid model out."""
+    pages = torch.zeros(3, BLOCKS, spec.page_size_bytes, dtype=torch.int8)
+    caches = {
+        name: pages[n].view(torch.float32).view(BLOCKS, 2, 16, 64) for n, name in enumerate(LAYERS)
+    }
+    caches["model.layers.2.mixer"] = pages[2].view(BLOCKS, 1, 1, -1)[
+        ..., : spec.state_content_size_bytes
+    ]
+    kv = cache_config(BLOCKS, block=16, state=spec)
+    return describe(layers_of("FLASH_ATTN"), kv, caches, CpuAccelerator(), (0, 1), seat), pages
+
+
+def test_a_state_is_one_opaque_page_per_block_and_rank():
+    spec = state_spec()
+    geometry, pages = with_state(spec, seat=3)
+    group = geometry.groups[1]
+    (plane,) = group.planes
+    assert (group.kind, group.heads, group.block_tokens, group.num_blocks) == (
+        "state", (3,), 4096, BLOCKS,
+    )  # fmt: skip
+    assert (plane.layer, plane.page, plane.page_bytes) == (
+        2, spec.page_size_bytes, 4 * (3 * 64 + 4 * 8 * 16),
+    )  # fmt: skip
+    assert plane.interior == "mamba2:3x64.float32+4x8x16.float32:1x1x2816x1"
+    assert geometry.regions[0].base + plane.offset == pages[2].data_ptr()
+    assert geometry.element_bytes == 4
+
+
+def test_a_state_that_every_rank_holds_is_the_same_on_all():
+    spec = replace(state_spec(), tp_replicated=True)
+    assert with_state(spec, seat=3)[0].groups[1].heads == (0,)
+
+
+def test_states_of_several_places_in_a_prompt_are_refused():
+    with pytest.raises(ConfigError, match=r"mamba_cache_mode is 'align'.*--no-enable-prefix"):
+        with_state(state_spec("align"))
+
+
+def test_caches_with_elements_of_several_sizes_are_refused():
+    caches = caches_of(16)
+    caches[LAYERS[1]] = torch.zeros(BLOCKS, HEADS, 16, 2 * WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="elements of 2 and 4 bytes"):
+        described(layers_of("FLASH_ATTN"), caches, 16)
+
+
+@pytest.mark.parametrize("name", ["tp0_layer3_k", "tp11_layer0_v", "tp0_layer3_kv"])
+def test_caches_of_nxd_inference_are_refused_by_their_names(name):
+    with pytest.raises(ConfigError, match="one process holds the caches of all ranks"):
+        described(layers_of("CUSTOM"), {name: torch.zeros(1)}, 16)
 
 
 def test_a_cache_of_unknown_rank_is_refused():
