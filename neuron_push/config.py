@@ -109,6 +109,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Slabs set aside on every rank that can reorder; all staged transfers of a rank share them.
     0: never reorder here."""
 
+    host_staging: bool = False
+    """Move KV pages through registered host memory, for a Trainium instance that cannot register
+    its own (no EFA). Slow: one more copy on this side, made by the transfer thread. Also set by
+    NEURON_PUSH_HOST_STAGING=1. Uses `staging_slabs` and `staging_slab_bytes`."""
+
     idle_poll: Seconds = 0.02
     """Polling period of the transfer thread when nothing is expected."""
 
@@ -158,5 +163,6 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
         "NEURON_PUSH_SIDE_CHANNEL_KEYS": "side_channel_keys",
+        "NEURON_PUSH_HOST_STAGING": "host_staging",
     }
     return {setting: environment[name] for name, setting in names.items() if name in environment}

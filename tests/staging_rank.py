@@ -49,8 +49,13 @@ class _Commands:
     def __init__(self):
         self.thread = self.listener = self.engine = None
 
-    def open(self, name, role, *, slabs=0, slab_bytes=1 << 16, min_run=2048, **shape):
-        """Start the rank; returns where its engine answers."""
+    def open(
+        self, name, role, *, slabs=0, slab_bytes=1 << 16, min_run=2048, host_staging=False, **shape
+    ):
+        """Start the rank; returns where its engine answers.
+
+        With `host_staging` its pages are a Neuron device's, that nobody registers.
+        """
         import numpy as np
 
         from neuron_push.config import Config
@@ -65,8 +70,12 @@ class _Commands:
         from tests.rendezvous.shapes import SEMANTICS
 
         self.engine = fleet.engine(**shape)
-        memory = None
-        if slabs:
+        memory, opens, mover = None, factory(("UCX",)), HostMover
+        if host_staging:
+            staged, base = _behind_host_memory(self.engine, slabs * slab_bytes)
+            memory = Slabs(Region(base, slabs * slab_bytes, "DRAM", 0), slab_bytes, True)
+            opens, mover = staged.transports(opens, slabs, slab_bytes), staged.mover
+        elif slabs:
             self.staging = np.full(slabs * slab_bytes, 0x5A, np.uint8)
             region = Region(self.staging.ctypes.data, self.staging.nbytes, "DRAM", 0)
             memory = Slabs(region, slab_bytes)
@@ -74,9 +83,7 @@ class _Commands:
         info = EngineInfo(name, 1, role, 1, 1, 1, 0, ("push",), SEMANTICS, ())
         self.listener = Listener(name, "127.0.0.1", 0, lambda: info)
         config = Config(min_run=min_run, patience=20.0, lease=20.0)
-        self.thread = TransferThread(
-            config, me, factory(("UCX",)), self.listener.address, make_mover=HostMover
-        )
+        self.thread = TransferThread(config, me, opens, self.listener.address, make_mover=mover)
         self.thread.start()
         self.heard = []
         return self.listener.address
@@ -144,6 +151,29 @@ class _Commands:
     def way(self):
         """How the first link of this prefill rank writes."""
         return next(link.plan.way for link in self.thread._core.links if link.plan)
+
+
+def _behind_host_memory(engine, nbytes):
+    """The stores of an engine as memory of a device that takes narrow and copy_ only; slabs."""
+    from types import SimpleNamespace
+
+    from neuron_push.bounce import HostStaged
+    from neuron_push.tensors import whole_allocation
+    from tests.devices.tensors import HostBytes, NeuronBytes
+
+    inner = SimpleNamespace(
+        can_reorder=False, name="neuron", hides_end=True,
+        region=lambda tensor: whole_allocation(tensor, ""),
+    )  # fmt: skip
+    staged = HostStaged(
+        inner,
+        lambda size: HostBytes(memoryview(bytearray(size))),
+        lambda store: NeuronBytes(memoryview(store.view(-1).numpy()).cast("B")),
+    )
+    for cache in engine.caches:
+        for store in cache.stores:
+            staged.region(store)
+    return staged, staged.slab(nbytes).base
 
 
 def _serve(pipe):

@@ -18,11 +18,10 @@ from neuron_push.errors import ConfigError
 from neuron_push.geometry import GeometryError
 from neuron_push.layouts import Place
 from tests.devices import machine, nrt
-from tests.devices.tensors import FakeTensor, HostBytes, NeuronBytes
+from tests.devices.tensors import FakeTensor
 
 neuron = pytest.importorskip("neuron_push_neuron")
 libnrt = pytest.importorskip("neuron_push_neuron.libnrt")
-staging = pytest.importorskip("neuron_push_neuron.staging")
 
 
 def accelerator(root, **ranges):
@@ -226,62 +225,3 @@ class TestBackends:
         machine.instance(tmp_path, "trn2.3xlarge")
         with pytest.raises(ConfigError, match=r"trn2.3xlarge shows no EFA device"):
             accelerator(tmp_path).nixl_backends()
-
-
-class TestStaging:
-    @pytest.fixture
-    def pages(self):
-        return bytearray(range(64)), bytearray(64)
-
-    def slab(self, pages, size=32):
-        memory = bytearray(size)
-        views = [NeuronBytes(memoryview(page)) for page in pages]
-        return memory, staging.Slab(HostBytes(memoryview(memory)), views)
-
-    def test_it_is_off_unless_chosen(self):
-        assert not staging.wanted({})
-        assert not staging.wanted({staging.HOST_STAGING: "0"})
-        assert staging.wanted({staging.HOST_STAGING: "1"})
-
-    def test_it_says_so_loudly(self, pages, caplog):
-        self.slab(pages)
-        assert "staged through" in caplog.text
-
-    def test_ranges_travel_through_the_slab(self, pages):
-        memory, slab = self.slab(pages)
-        ranges = [staging.Range(0, 8, 4), staging.Range(0, 40, 6)]
-        assert slab.take(ranges) == 10
-        assert bytes(memory[:10]) == bytes([8, 9, 10, 11, 40, 41, 42, 43, 44, 45])
-        assert slab.give([staging.Range(1, 2, 10)]) == 10
-        assert bytes(pages[1][2:12]) == bytes(memory[:10])
-        assert not any(pages[1][12:])
-
-    @pytest.mark.parametrize(
-        "bad",
-        [(0, 60, 8), (2, 0, 1), (-1, 0, 1), (0, -1, 2), (0, 0, 0)],
-    )
-    def test_what_lies_outside_is_refused_before_anything_moves(self, pages, bad):
-        memory, slab = self.slab(pages)
-        with pytest.raises(ConfigError, match="outside the registered"):
-            slab.take([staging.Range(0, 1, 4), staging.Range(*bad)])
-        assert not any(memory)
-
-    def test_more_than_the_slab_is_refused(self, pages):
-        with pytest.raises(ConfigError, match="do not fit"):
-            self.slab(pages)[1].take([staging.Range(0, 0, 33)])
-
-    def test_a_slab_on_the_device_or_of_wide_elements_is_refused(self, pages):
-        view = NeuronBytes(memoryview(pages[0]))
-        with pytest.raises(ConfigError, match="lies in host memory"):
-            staging.Slab(view, [view])
-        with pytest.raises(ConfigError, match="flat byte views"):
-            staging.Slab(HostBytes(memoryview(bytearray(8))), [view.strided(2)])
-
-    def test_the_fake_refuses_what_neuron_refuses(self, pages):
-        one, other = (NeuronBytes(memoryview(page)) for page in pages)
-        with pytest.raises(RuntimeError, match="status=2"):
-            one.copy_(other)
-        with pytest.raises(RuntimeError, match="strided"):
-            one.strided(2).copy_(HostBytes(memoryview(bytearray(64))))
-        with pytest.raises(RuntimeError, match="sizes differ"):
-            one.copy_(HostBytes(memoryview(bytearray(8))))

@@ -39,7 +39,9 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tracing",
         }
     ),
-    frozenset({"plan", "rendezvous", "transport", "nixl", "tamper", "sidechannel", "memory"}),
+    frozenset(
+        {"plan", "rendezvous", "transport", "nixl", "tamper", "sidechannel", "memory", "bounce"}
+    ),
     frozenset({"transfer", "engines"}),
     frozenset(
         {
@@ -65,6 +67,7 @@ SIDEWAYS = {
     ("nixl", "tamper"),
     ("tamper", "transport"),
     ("memory", "transport"),
+    ("bounce", "transport"),
     ("rendezvous", "plan"),
     ("rendezvous", "transport"),
 }

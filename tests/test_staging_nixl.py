@@ -39,7 +39,7 @@ def scattered(rng, tokens, stop):
     return rng.sample(range(1, count + 4), count)
 
 
-def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None):
+def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None, behind_host="", **more):
     """One prompt in chunks from one layout into another, compared element by element."""
     rng = random.Random(seed)
     prefill, decode = ranks
@@ -50,10 +50,11 @@ def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None):
         (prefill, source, sizes[0], "producer", f"P{seed}"),
         (decode, target, sizes[1], "consumer", f"D{seed}"),
     ):
-        able = slabs if reorders in (role, "both") else 0
+        staged = behind_host in (role, "both")
+        able = slabs if staged or reorders in (role, "both") else 0
         sides.append(
             rank.call("open", name, role, slabs=able, layout=layout, tokens=tokens,
-                      blocks=scattered(rng, tokens, TOKENS), **shape)
+                      blocks=scattered(rng, tokens, TOKENS), host_staging=staged, **more, **shape)
         )  # fmt: skip
     match = Match(f"t{seed}", "b", b"digest", TOKENS)
     start = rng.choice([0, 0, sizes[1]])
@@ -100,3 +101,25 @@ def test_every_ordered_pair_of_layouts(ranks, reorders):
 )
 def test_one_slab_serves_a_whole_prompt(ranks, source, target, reorders, way):
     push(ranks, source, target, reorders=reorders, seed=7, slabs=1, expected=way)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("source", "target", "reorders", "behind_host", "way"),
+    [
+        ("neuron", "neuron", "", "both", "unpacked"),
+        ("neuron", "neuron", "", "producer", "direct"),
+        ("neuron", "interleaved", "consumer", "producer", "packed"),
+        ("neuron", "interleaved", "", "producer", "packed"),
+        ("interleaved", "neuron", "producer", "consumer", "unpacked"),
+        ("interleaved", "neuron", "", "consumer", "unpacked"),
+    ],
+)
+def test_a_device_that_nobody_registers_is_reached_through_host_memory(
+    ranks, source, target, reorders, behind_host, way
+):
+    """Its memory is unknown to NIXL, and takes narrow and copy_ with host tensors only."""
+    push(
+        ranks, source, target, reorders=reorders, seed=11, behind_host=behind_host, expected=way,
+        slab_bytes=1 << 13,
+    )  # fmt: skip

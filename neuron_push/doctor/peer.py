@@ -118,7 +118,7 @@ def _ways(prefill: EngineInfo, decode: EngineInfo) -> list[str]:
             if wanted is None:
                 continue
             # Both sides' settings are taken for the defaults but for what they say of themselves.
-            means = Means(max(0, source.slab_bytes), max(0, info.slab_bytes))
+            means = Means(max(0, source.slab_bytes), max(0, info.slab_bytes), decode_sole=info.sole)
             found = decide(source.geometry, info.geometry, wanted, means).describe()
             line = (
                 f"{found['way']}, {found['copies_per_1000_tokens']} copies of "

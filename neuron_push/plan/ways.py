@@ -36,17 +36,22 @@ class Means:
     decode_slab: int = 0
     min_run: int = GOOD_RUN
     most_copies: int = MOST_COPIES
+    # True if decode's pages are not registered: everything goes through a slab there.
+    decode_sole: bool = False
 
 
 def decide(source: Geometry, destination: Geometry, ask: Ask, means: Means) -> Plan:
     """The plan between a prefill and a decode rank; deterministic, so both sides agree on it.
 
-    Direct if runs are long enough and few enough; else the staged way with the fewest copies,
-    packed by prefill if both are equal; else direct by any runs of at least MIN_RUN bytes.
+    Unpacked by decode if its pages are not registered; else direct if runs are long enough and few
+    enough; else the staged way with the fewest copies, packed by prefill if both are equal; else
+    direct by any runs of at least MIN_RUN bytes.
 
     Raises:
         IncompatiblePair: no way exists; the text says why for each.
     """
+    if means.decode_sole:
+        return _through_decode(source, destination, ask, means)
     try:
         direct = pair(source, destination, ask, min_run=means.min_run)
     except NeedsStaging:
@@ -59,6 +64,18 @@ def decide(source: Geometry, destination: Geometry, ask: Ask, means: Means) -> P
     except IncompatiblePair:
         return direct
     return indirect if _copies(indirect) < count else direct
+
+
+def _through_decode(source: Geometry, destination: Geometry, ask: Ask, means: Means) -> Plan:
+    """Unpacked by decode, whatever the runs: it stages through host memory."""
+    groups = zip(ask.heads, source.groups, strict=False)
+    if any(heads and group.kind == "state" for heads, group in groups):
+        raise IncompatiblePair(
+            "no way to copy",
+            differences=["state pages go from page to page, but decode has host_staging on"],
+        )
+    least = min(means.min_run, MIN_RUN)
+    return staged(source, destination, ask, "unpacked", means.decode_slab, min_run=least)
 
 
 def _without_good_runs(source: Geometry, destination: Geometry, ask: Ask, means: Means) -> Plan:

@@ -22,6 +22,8 @@ class Slabs(msgspec.Struct, frozen=True, array_like=True):
 
     region: Region
     slab_bytes: int
+    # True if nothing else of this rank is registered: whatever comes must come through a slab.
+    sole: bool = False
 
     @property
     def count(self) -> int:
@@ -42,6 +44,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     address: Address
     geometry: Geometry
     slab_bytes: int = 0  # of each staging slab; 0 if the rank cannot reorder
+    sole: bool = False  # as in Slabs
 
 
 class Who(Message, frozen=True):

@@ -42,6 +42,7 @@ def _means(context: Context, theirs: Slabs | None) -> Means:
         prefill_slab=ours.slab_bytes if ours else 0,
         decode_slab=theirs.slab_bytes if theirs else 0,
         min_run=context.config.min_run,
+        decode_sole=theirs is not None and theirs.sole,
     )
 
 

@@ -190,6 +190,11 @@ class Routes:
         """The plan that the prefill rank has made too, if it writes into our slabs."""
         me = self._context.identity
         if answer.way != "unpacked":
+            if me.slabs is not None and me.slabs.sole:
+                raise PlanError(
+                    "prefill would write into pages that are not registered here: host_staging "
+                    "needs a newer neuron-push there"
+                )
             return None
         if me.slabs is None:
             raise PlanError("this rank does not reorder")

@@ -186,6 +186,9 @@ class Agents:
                 action.destination.regions[0].memory,
             )
             transport.post(action.write, action.agent, source, destination, memory, payload)
+        except PlanError as error:
+            self._events.append(WriteEnded(action.write, "unposted", str(error)))
+            return
         except TransportError as error:
             self._events.append(WriteEnded(action.write, "broken", str(error)))
             return
@@ -196,6 +199,8 @@ class Agents:
             try:
                 if transport.poll(write) == "pending":
                     continue
+            except PlanError as error:
+                self._events.append(WriteEnded(write, "unposted", str(error)))
             except TransportError as error:
                 self._events.append(WriteEnded(write, "broken", str(error)))
             else:

@@ -188,8 +188,8 @@ class SideChannel:
         if not self.announced:
             self._asking_own = True
             me = self._identity
-            slab_bytes = me.slabs.slab_bytes if me.slabs else 0
-            info = RankInfo(me.rank, me.incarnation, self.server.address, me.geometry, slab_bytes)
+            slabs = (me.slabs.slab_bytes, me.slabs.sole) if me.slabs else ()
+            info = RankInfo(me.rank, me.incarnation, self.server.address, me.geometry, *slabs)
             announce = Announce(me.engine, info, me.semantics)
             self._ask(("announce", 0), self._listener, announce, now)
         elif self._searches and self._own is None:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from neuron_push import accelerator as accelerators
+from neuron_push.accelerator import Accelerator
+from neuron_push.bounce import HostStaged
 from neuron_push.commands import Receive, ReceiveFailed, Settle, Unpinned, decode
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError
@@ -52,7 +54,7 @@ class WorkerHalf:
         self._config = config
         self._engine = transfer.engine_id
         self._drafts = identity.draft_model(vllm_config) != ()
-        self._accelerator = accelerators.lookup(config.accelerator)
+        self._accelerator = _accelerator(config)
         self._thread: TransferThread | None = None
         self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
@@ -111,11 +113,15 @@ class WorkerHalf:
     def _transport(self, backends: tuple[str, ...]) -> TransportFactory:
         accelerator = self._accelerator
         parameters = {name: accelerator.nixl_parameters(name) for name in backends}
-        return factory(
+        opens = factory(
             backends, self._config.num_threads, self._config.fault,
             parameters={name: found for name, found in parameters.items() if found},
             enter=accelerator.enter_thread,
         )  # fmt: skip
+        if not isinstance(accelerator, HostStaged):
+            return opens
+        size = max(self._config.slice_bytes, self._config.staging_slab_bytes)
+        return accelerator.transports(opens, self._config.staging_slabs, size)
 
     def _slabs(self, geometry: Geometry) -> Slabs | None:
         """Staging memory of the caches' own kind, if this side can bring bytes into order."""
@@ -125,7 +131,8 @@ class WorkerHalf:
         slab = self._accelerator.slab(count * size)
         self._staging = slab.owner
         like = geometry.regions[0]
-        return Slabs(Region(slab.base, count * size, like.memory, like.device), size)
+        sole = isinstance(self._accelerator, HostStaged)
+        return Slabs(Region(slab.base, count * size, like.memory, like.device), size, sole)
 
     def _check_environment(self) -> None:
         missing = self._accelerator.environment(os.environ)
@@ -253,6 +260,24 @@ class WorkerHalf:
         config = self._config
         quiet = time.monotonic() - self._last_news > QUIET
         thread.wait(config.step_wait_idle if quiet else config.step_wait)
+
+
+def _accelerator(config: Config) -> Accelerator:
+    """The accelerator that the settings name, behind host memory if they say so."""
+    found = accelerators.lookup(config.accelerator)
+    if not config.host_staging:
+        return found
+    if not config.staging_slabs:
+        raise ConfigError("host_staging needs staging_slabs: with 0 there is nothing to stage in")
+    import torch
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def flat(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(-1).view(torch.uint8)
+
+    return HostStaged(found, allocate, flat)
 
 
 def _rejection(packed: bytes, attempt: int, reason: str) -> Rejection:

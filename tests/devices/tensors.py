@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
+
 
 @dataclass
 class FakeTensor:
@@ -50,14 +52,8 @@ class NeuronBytes:
         self.device = SimpleNamespace(type="neuron")
         self._stride = stride
 
-    def dim(self):
-        return 1
-
-    def element_size(self):
-        return 1
-
-    def stride(self, axis):
-        return self._stride
+    def data_ptr(self):
+        return np.frombuffer(self.data, np.uint8).ctypes.data
 
     def numel(self):
         return len(self.data)

@@ -20,16 +20,22 @@ FLEET = """
 router: {{}}
 {more}
 engines:
-  - {{name: prefill, role: prefill, device: trn2, profile: quick, fault: "{fault}"}}
-  - {{name: decode, role: decode, device: trn2, block_size: 48, profile: quick}}
+  - name: prefill
+    role: prefill
+    device: trn2
+    profile: quick
+    fault: "{fault}"
+    settings: {settings}
+  - {{name: decode, role: decode, device: trn2, block_size: 48, profile: quick, settings: {settings}}}
 """
 
 
 class Command:
     """The command as a user runs it."""
 
-    def __init__(self, folder, fault="", more=""):
-        (folder / "fleet.yaml").write_text(FLEET.format(fault=fault, more=more))
+    def __init__(self, folder, fault="", more="", settings="{}"):
+        text = FLEET.format(fault=fault, more=more, settings=settings)
+        (folder / "fleet.yaml").write_text(text)
         self.logs = folder / "logs"
         words = [sys.executable, "-m", "neuron_push.cli", "emulate", str(folder / "fleet.yaml")]
         self.process = subprocess.Popen(
@@ -79,8 +85,13 @@ def ask(url, prompt, count):
 @pytest.mark.slow
 @pytest.mark.real_nixl
 @pytest.mark.timeout(400)
-def test_a_fleet_answers_what_correct_kv_gives_and_stops_cleanly(start):
-    command = start()
+@pytest.mark.parametrize(
+    "settings",
+    ["{}", pytest.param("{host_staging: true}", marks=pytest.mark.nightly)],
+    ids=["direct", "through-host-memory"],
+)
+def test_a_fleet_answers_what_correct_kv_gives_and_stops_cleanly(start, settings):
+    command = start(settings=settings)
     url = command.url()
     for length in (31, 700, 1500):
         prompt = kit.prompt(length, seed=length)

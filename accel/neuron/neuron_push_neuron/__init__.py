@@ -13,7 +13,6 @@ privateuseone   NxD Inference: one process for all ranks. Its memory is describe
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -35,7 +34,7 @@ from neuron_push.errors import ConfigError
 from neuron_push.geometry import Plane
 from neuron_push.layouts import Place, View
 from neuron_push.transform import Mover
-from neuron_push_neuron import libnrt, memory, staging
+from neuron_push_neuron import libnrt, memory
 
 __all__ = ["NeuronAccelerator"]
 
@@ -150,11 +149,10 @@ class NeuronAccelerator:
             )
         if not efa.devices(self._root):
             kind = efa.instance_type(self._root) or "this machine"
-            staged = staging.wanted(os.environ)
             raise ConfigError(
                 f"{kind} shows no EFA device, and Neuron memory can be registered over EFA only; "
-                "attach EFA interfaces (in a pod: vpc.amazonaws.com/efa)"
-                + (f"; {staging.HOST_STAGING} does not reach the engine yet" if staged else "")
+                "attach EFA interfaces (in a pod: vpc.amazonaws.com/efa), or set host_staging to "
+                "move pages through host memory, slowly"
             )
         return chosen
 
