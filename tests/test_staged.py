@@ -81,6 +81,14 @@ def test_every_wanted_element_arrives_once_by_either_way(case):
     assert all(plan.slab_bytes <= slab for plan, _ in done)
 
 
+def test_a_full_slab_of_parts_that_step_unlike_is_in_order():
+    """One token per page of `vec`: rows of K and V are alike in length, and in nothing else."""
+    shape = {"tokens": 1, "blocks": list(range(1, 9)), "heads": 4, "layers": 3, "width": 5}
+    prefill, decode = fleet.engine("vec", **shape), fleet.engine("neuron", **shape)
+    ((plan, pieces),) = moved(prefill, decode, 0, 8, by("packed", 1 << 12))
+    assert plan.tokens == 8 and len(pieces) == 1
+
+
 # -- how many copies, and how large the rows -------------------------------------------------
 
 
@@ -228,6 +236,20 @@ def way_of(prefill, decode, **means):
 
 def both_slabs(**more):
     return {"prefill_slab": SLAB, "decode_slab": SLAB, **more}
+
+
+def test_pages_that_nobody_registers_are_reached_through_decodes_slabs():
+    prefill, decode = (fleet.engine("neuron", tokens=16, blocks=[1]) for _ in "pd")
+    assert way_of(prefill, decode, **both_slabs(decode_sole=True)).way == "unpacked"
+    means = Means(SLAB, SLAB, decode_sole=True)
+    ((plan, _),) = moved(prefill, decode, 0, 16, decided(means))
+    assert plan.way == "unpacked"
+
+
+def test_state_pages_that_nobody_registers_are_refused():
+    sides = [fleet.engine("amx", tokens=32, blocks=[1], kind="state") for _ in "pd"]
+    with pytest.raises(IncompatiblePair, match="host_staging"):
+        way_of(*sides, **both_slabs(decode_sole=True))
 
 
 def test_long_runs_go_direct():

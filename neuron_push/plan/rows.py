@@ -142,8 +142,11 @@ class Rearrangement:
         for (unit, align, _, part), members in found.items():
             arrays = [np.concatenate(each) for each in zip(*members, strict=True)]
             order = np.argsort(arrays[0])
-            image, layout, column, chunk = _by_part([a[order] for a in arrays], part * self.pages)
-            dense = unit * image.size == self.image.page_bytes
+            span = part * self.pages
+            image, layout, column, chunk = _by_part([a[order] for a in arrays], span)
+            # Parts that are unlike are walked page by page, which is not the order of the slab.
+            in_order = len(image) == len(np.unique(image // span))
+            dense = in_order and unit * image.size == self.image.page_bytes
             yield RowTable(unit, align, part, image, layout, column, chunk, dense)
 
     def _of_lane(self, lane: Lane, step: int) -> tuple[int, Ints, Ints, Ints]:

@@ -26,7 +26,12 @@ engines:
     profile: quick
     fault: "{fault}"
     settings: {settings}
-  - {{name: decode, role: decode, device: trn2, block_size: 48, profile: quick, settings: {settings}}}
+  - name: decode
+    role: decode
+    device: trn2
+    block_size: 48
+    profile: quick
+    settings: {settings}
 """
 
 
