@@ -11,6 +11,7 @@ pattern      what a KV slot must hold, and tokens from what it does hold
 oracle       fills slots, reads them back, reports every wrong byte
 writer       the thread that stands for the device: bytes appear after their launch
 requests     what the scheduler has told about each request
+sampling     log-probabilities, and tokens that a grammar allows
 runners      hook order of vLLM's V2, V1 and CPU model runners
 worker       the vLLM worker class
 accelerator  host memory with the fences of the writer

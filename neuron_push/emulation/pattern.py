@@ -74,10 +74,15 @@ def state_key(digest: int) -> npt.NDArray[np.int64]:
     return mix(value ^ np.uint64(0x2545F4914F6CDD1D)).view(np.int64)
 
 
-def next_token(digest: int, position: int) -> int:
-    """The token after `position`."""
+def next_token(digest: int, position: int, allowed: npt.NDArray[np.int64] | None = None) -> int:
+    """The token after `position`: printable, unless none of the `allowed` ones is."""
     value = (digest + position * int(_FIRST)) & (2**64 - 1)
-    return FIRST_TOKEN + int(mix(np.array([value], np.uint64))[0]) % TOKENS
+    drawn = int(mix(np.array([value], np.uint64))[0])
+    if allowed is None:
+        return FIRST_TOKEN + drawn % TOKENS
+    printable = allowed[(allowed >= FIRST_TOKEN) & (allowed < FIRST_TOKEN + TOKENS)]
+    choice = printable if len(printable) else allowed
+    return int(choice[drawn % len(choice)])
 
 
 def continuation(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:

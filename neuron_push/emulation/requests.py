@@ -21,6 +21,8 @@ class State:
     tokens: list[int]
     tables: list[list[int]]
     prompt: int
+    sampling: Any = None
+    """vLLM's SamplingParams, as far as `sampling` understands them."""
     next: int = 0
     """Tokens launched so far (main loop)."""
     digest: int = 0
@@ -49,6 +51,10 @@ class Piece:
     def decodes(self) -> bool:
         return self.start >= self.state.prompt
 
+    @property
+    def completes_prompt(self) -> bool:
+        return self.start < self.state.prompt <= self.start + self.count
+
 
 @dataclass
 class Requests:
@@ -74,7 +80,9 @@ class Requests:
         for new in output.scheduled_new_reqs:
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             tables = [list(table) for table in new.block_ids]
-            self.states[new.req_id] = State(new.req_id, tokens, tables, new.prompt_len)
+            self.states[new.req_id] = State(
+                new.req_id, tokens, tables, new.prompt_len, getattr(new, "sampling_params", None)
+            )  # fmt: skip
             computed[new.req_id] = new.num_computed_tokens
         self._update_cached(output.scheduled_cached_reqs, computed)
         return [
@@ -92,7 +100,8 @@ class Requests:
                 tokens = list(cached.all_token_ids[request])
                 prompt = old.prompt if old else len(tokens)
                 tables = [list(table) for table in blocks]
-                self.states[request] = State(request, tokens, tables, prompt)
+                sampling = old.sampling if old else None
+                self.states[request] = State(request, tokens, tables, prompt, sampling)
             elif blocks is not None:
                 assert old is not None
                 for table, more in zip(old.tables, blocks, strict=True):

@@ -15,33 +15,42 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
     KVConnectorOutput,
+    LogprobsLists,
+    LogprobsTensors,
     ModelRunnerOutput,
 )
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from neuron_push.emulation import sampling
 from neuron_push.emulation.requests import Piece
 from neuron_push.emulation.writer import Step
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
-Launch = Callable[[Sequence[Piece]], Step]
+Launch = Callable[[Sequence[Piece], bool], Step]
+"""Pieces, and whether their tokens may be drawn before `sample_tokens`."""
 Answer: TypeAlias = Any  # ModelRunnerOutput | AsyncModelRunnerOutput, which mypy sees as Any
 
 
 class StepOutput(AsyncModelRunnerOutput):
     """A step's tokens, once the device has drawn them."""
 
-    def __init__(self, step: Step, transfers: KVConnectorOutput | None) -> None:
+    def __init__(self, step: Step, transfers: KVConnectorOutput | None, vocabulary: int) -> None:
         self._step = step
         self._transfers = transfers
+        self._vocabulary = vocabulary
+
+    def allow(self, grammar: Any) -> None:
+        """Let the device draw, out of what vLLM's GrammarOutput allows (None: anything)."""
+        self._step.allow(sampling.allowed(grammar, self._vocabulary))
 
     def get_output(self) -> ModelRunnerOutput:
         self._step.done.wait()
@@ -52,8 +61,33 @@ class StepOutput(AsyncModelRunnerOutput):
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=self._step.sampled,
+            logprobs=self._logprobs(),
+            prompt_logprobs_dict=self._prompt_logprobs(),
             kv_connector_output=self._transfers,
         )
+
+    def _logprobs(self) -> LogprobsLists | None:
+        """One row per request, chunks of prompts included, as wide as the widest wish."""
+        wishes = [self._tops(piece)[0] for piece in self._step.pieces]
+        tops = [top for top in wishes if top is not None]
+        if not tops:
+            return None
+        tokens = [tokens[0] if tokens else 0 for tokens in self._step.sampled]
+        return LogprobsLists(*sampling.table(tokens, max(tops), self._vocabulary))
+
+    def _prompt_logprobs(self) -> dict[str, LogprobsTensors | None]:
+        """Of prompts that this step completes, all at once."""
+        found: dict[str, LogprobsTensors | None] = {}
+        for piece in self._step.pieces:
+            top = self._tops(piece)[1]
+            if top is not None and piece.completes_prompt:
+                tokens = piece.state.tokens[1 : piece.state.prompt]
+                rows = sampling.table(tokens, top, self._vocabulary)
+                found[piece.state.request] = LogprobsTensors(*map(torch.from_numpy, rows))
+        return found
+
+    def _tops(self, piece: Piece) -> tuple[int | None, int | None]:
+        return sampling.wanted(piece.state.sampling, self._vocabulary)
 
 
 class HookOrder(Protocol):
@@ -62,7 +96,7 @@ class HookOrder(Protocol):
     def register(self, tensors: dict[str, torch.Tensor]) -> None: ...
     def idle(self, output: Any) -> ModelRunnerOutput: ...
     def execute(self, output: Any, pieces: Sequence[Piece]) -> None: ...
-    def sample(self) -> Answer: ...
+    def sample(self, grammar: Any) -> Answer: ...
 
 
 class V2:
@@ -93,15 +127,18 @@ class V2:
             self._hooks.pre_forward(output, batch)
         else:
             self._hooks.pre_forward(output)
-        step = self._launch(pieces)
+        step = self._launch(pieces, not output.has_structured_output_requests)
         if hasattr(self._hooks, "finish_forward"):
             self._hooks.finish_forward()
         self._pending = step, output.finished_req_ids
 
-    def sample(self) -> Answer:
+    def sample(self, grammar: Any) -> Answer:
         assert self._pending is not None
         (step, finished), self._pending = self._pending, None
-        return StepOutput(step, self._hooks.post_forward(finished))
+        vocabulary = self._config.model_config.get_vocab_size()
+        answer = StepOutput(step, self._hooks.post_forward(finished), vocabulary)
+        answer.allow(grammar)
+        return answer
 
 
 class V1:
@@ -139,12 +176,13 @@ class V1:
             set_forward_context(None, self._config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as transfers,
         ):
-            step = self._launch(pieces)
+            step = self._launch(pieces, not output.has_structured_output_requests)
             if has_kv_transfer_group():
                 self._layer_hooks()
             if self.waits:
-                step.done.wait()
-        self._pending = StepOutput(step, transfers)
+                step.written.wait()
+        vocabulary = self._config.model_config.get_vocab_size()
+        self._pending = StepOutput(step, transfers, vocabulary)
 
     def _layer_hooks(self) -> None:
         connector = get_kv_transfer_group()
@@ -152,9 +190,10 @@ class V1:
             connector.wait_for_layer_load(name)
             connector.save_kv_layer(name, tensor, None)
 
-    def sample(self) -> Answer:
+    def sample(self, grammar: Any) -> Answer:
         assert self._pending is not None
         output, self._pending = self._pending, None
+        output.allow(grammar)
         return output.get_output() if self.waits else output
 
 

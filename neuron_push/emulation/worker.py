@@ -27,6 +27,7 @@ from neuron_push.emulation.report import Reporter
 from neuron_push.emulation.requests import Requests
 from neuron_push.emulation.runners import ORDERS
 from neuron_push.emulation.writer import SAMPLES, Writer
+from neuron_push.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,6 +60,7 @@ class EmulatedRunner:
     # ------------------------------------------------------------------ set-up
 
     def load_model(self) -> None:
+        _refuse(self._config)
         self._specs = layers.build(self._config, self.options.device)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -104,11 +106,11 @@ class EmulatedRunner:
         return None
 
     def sample_tokens(self, grammar: Any) -> Any:
-        return self._order.sample()
+        return self._order.sample(grammar)
 
-    def _launch(self, pieces: Any) -> Step:
+    def _launch(self, pieces: Any, drawable: bool) -> Step:
         assert self._writer is not None
-        return self._writer.launch(pieces)
+        return self._writer.launch(pieces, drawable=drawable)
 
     # ------------------------------------------------------------------ not emulated
 
@@ -169,6 +171,16 @@ class EmulatedWorker(Worker):
         super().shutdown()
         if isinstance(self.model_runner, EmulatedRunner):
             self.model_runner.close()
+
+
+def _refuse(config: VllmConfig) -> None:
+    """Raise ConfigError for what would be silently different, or fail in the midst of work."""
+    for setting, option in (
+        (config.speculative_config, "--speculative-config: an emulated device drafts nothing"),
+        (config.lora_config, "--enable-lora: an emulated device has no weights to adapt"),
+    ):
+        if setting is not None:
+            raise ConfigError(f"{option}; leave it out")
 
 
 def _name(config: VllmConfig) -> str:

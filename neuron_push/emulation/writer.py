@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,7 +35,16 @@ class Step:
     launched: float
     written: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+    drawable: threading.Event = field(default_factory=threading.Event)
+    allowed: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By request, tokens that a grammar allows; known when `drawable` is set."""
     sampled: list[list[int]] = field(default_factory=list)
+
+    def allow(self, tokens: Mapping[str, np.ndarray]) -> None:
+        """Let tokens be drawn, for some requests out of these only."""
+        self.allowed = tokens
+        self.drawable.set()
+
     error: BaseException | None = None
 
 
@@ -85,10 +94,12 @@ class Writer:
     def start(self) -> None:
         self._thread.start()
 
-    def launch(self, pieces: Sequence[Piece]) -> Step:
-        """Hand a batch to the device; returns at once."""
+    def launch(self, pieces: Sequence[Piece], *, drawable: bool = True) -> Step:
+        """Hand a batch to the device; returns at once. Not `drawable`: `Step.allow` comes later."""
         self.open_window = False
         step = Step(pieces, self._clock.now())
+        if drawable:
+            step.drawable.set()
         self._last = step
         self._queue.put(step)
         return step
@@ -140,6 +151,10 @@ class Writer:
         new = [_new_slots(piece) for piece in step.pieces]
         self._oracle.fill(_join(new))
         self._meddle("written", step)
+        if not step.drawable.is_set():  # the bytes are there on time, whenever the grammar comes
+            clock.sleep_until(end)
+            step.written.set()
+            step.drawable.wait()
         self._draw(step, new)
         self._meddle("drawn", step)
         own = time.thread_time() - worked
@@ -179,7 +194,7 @@ class Writer:
             if stop < len(state.tokens):
                 step.sampled.append([])  # a chunk of a prompt
                 continue
-            token = pattern.next_token(state.digest, stop)
+            token = pattern.next_token(state.digest, stop, step.allowed.get(state.request))
             state.tokens.append(token)
             step.sampled.append([token])
 

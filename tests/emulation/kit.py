@@ -47,13 +47,15 @@ def hybrid_cache(device="p5en", *, blocks=16, **options):
     return memory.allocate(DEVICES[device], (shape(device), state_shape(**options)), blocks)
 
 
-def output(*, new=(), cached=(), scheduled=None, finished=(), preempted=()):
+def output(*, new=(), cached=(), scheduled=None, finished=(), preempted=(),
+           sampling=None):  # fmt: skip
     """A SchedulerOutput as far as a model runner reads it."""
     return SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(
                 req_id=name, prompt_token_ids=tokens, prefill_token_ids=tokens,
                 prompt_len=len(tokens), block_ids=as_groups(blocks), num_computed_tokens=computed,
+                sampling_params=sampling,
             )
             for name, tokens, blocks, computed in new
         ],
@@ -66,6 +68,7 @@ def output(*, new=(), cached=(), scheduled=None, finished=(), preempted=()):
         ),
         num_scheduled_tokens=scheduled or {},
         finished_req_ids=set(finished), preempted_req_ids=set(preempted),
+        has_structured_output_requests=False,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def play(order, recorder, engine, **step):
     if pieces:
         order.execute(output, pieces)
         before = len(engine.launched)
-        order.sample()
+        order.sample(None)
         assert before <= 1
     else:
         order.idle(output)
@@ -120,7 +120,7 @@ def play(order, recorder, engine, **step):
 def make(kind, config, recorder):
     engine = kit.Engine()
 
-    def launch(pieces):
+    def launch(pieces, drawable):
         recorder.calls.append("LAUNCH")
         step = engine.writer.launch(pieces)
         engine.launched.append(step)
@@ -166,10 +166,24 @@ def test_an_answer_waits_for_the_device(config, recorder):
     output.kv_connector_metadata, output.has_sync_kv_loads = KVConnectorMetadata(), False
     output.total_num_scheduled_tokens = 40
     order.execute(output, engine.requests.update(output))
-    answer = order.sample()
+    answer = order.sample(None)
     engine.work()
     found = answer.get_output()
     assert found.req_ids == ["r"] and len(found.sampled_token_ids[0]) == 1
+
+
+def test_answers_carry_the_log_probabilities_that_were_asked_for(config, recorder):
+    order, engine = make("cpu", config, recorder)
+    asked = SimpleNamespace(num_logprobs=2, prompt_logprobs=1)
+    scheduled = {"r": 40}
+    output = kit.output(new=[("r", PROMPT, [1, 2, 3], 0)], scheduled=scheduled, sampling=asked)
+    output.kv_connector_metadata, output.has_sync_kv_loads = KVConnectorMetadata(), False
+    order.execute(output, engine.requests.update(output))
+    answer = order.sample(None)
+    ((token,),) = answer.sampled_token_ids
+    assert answer.logprobs.logprob_token_ids.tolist() == [[token, token, 0]]
+    rows = answer.prompt_logprobs_dict["r"].logprob_token_ids.tolist()
+    assert rows == [[token, token] for token in PROMPT[1:]]
 
 
 def test_a_failed_device_fails_the_step():
@@ -177,4 +191,4 @@ def test_a_failed_device_fails_the_step():
         done=SimpleNamespace(wait=lambda: None), error=ValueError("broken"), pieces=[]
     )
     with pytest.raises(RuntimeError, match="emulated device failed"):
-        runners.StepOutput(step, None).get_output()
+        runners.StepOutput(step, None, 300).get_output()
