@@ -1,7 +1,8 @@
-"""A deliberate fault: every WRITE carries one wrong byte.
+"""A deliberate fault: every WRITE and every READ carries one wrong byte.
 
 "Token-exact" means something only if a wrong byte shows. The byte is wrong on its way: it is
-taken from a scratch page beside the KV cache, so the source's own cache stays right.
+taken from a scratch page beside the KV cache, so the source's own cache stays right. What is READ
+is turned when it is here.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class _Tampered(Wrapped):
         self._free = list(range(_PAGES))
         # Page that each WRITE in flight reads its first bytes from.
         self._pages: dict[WriteId, int] = {}
+        # Address of a byte of each READ in flight.
+        self._turned: dict[WriteId, int] = {}
 
     def post(
         self,
@@ -77,8 +80,25 @@ class _Tampered(Wrapped):
         destination = np.concatenate([head, _without_head(destination, length)])
         self._inner.post(write, peer, source, destination, memory, payload)
 
+    def fetch(
+        self,
+        read: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+    ) -> None:
+        length = int(destination[0, 1])
+        self._turned[read] = int(destination[0, 0]) + min((length // 2) | 3, length - 1)
+        self._inner.fetch(read, peer, source, destination, memory)
+
     def poll(self, write: WriteId) -> WriteState:
         state = self._inner.poll(write)
+        if write in self._turned:
+            if state == "done":
+                byte = ctypes.c_ubyte.from_address(self._turned.pop(write))
+                byte.value ^= 0xFF
+            return state
         # A page of a WRITE that failed stays taken: its bytes may still be read.
         if state == "done":
             self._free.append(self._pages.pop(write))

@@ -68,8 +68,21 @@ class Transport(Protocol):
         `payload` reaches the peer as a notification after the bytes have landed.
         """
 
+    def fetch(
+        self,
+        read: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+    ) -> None:
+        """Start a READ of the peer's source rows into our destination rows; nobody is told.
+
+        `memory` names the memory types of source and destination. Numbers are shared with WRITEs.
+        """
+
     def poll(self, write: WriteId) -> WriteState:
-        """Drive one WRITE. "done" is terminal and frees its handle.
+        """Drive one WRITE or READ. "done" is terminal and frees its handle.
 
         An exception is *not* terminal: bytes may still move until this transport is closed.
         """
@@ -119,6 +132,16 @@ class Wrapped:
         payload: bytes,
     ) -> None:
         self._inner.post(write, peer, source, destination, memory, payload)
+
+    def fetch(
+        self,
+        read: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+    ) -> None:
+        self._inner.fetch(read, peer, source, destination, memory)
 
     def poll(self, write: WriteId) -> WriteState:
         return self._inner.poll(write)

@@ -155,6 +155,37 @@ def test_what_prefill_computed_arrives_in_the_registered_blocks(
         assert not ours[:, rest].any()
 
 
+def test_a_finished_prompt_is_read_from_its_blocks_and_then_let_go(
+    pair: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = pair
+    fill(prefill)
+    prefill.thread.submit(encode(settled()))
+    blocks = (pack_ids([3, 9]),)
+    pull = receive(prefill, start=TOKENS, first=(1,), blocks=blocks, pull=True)
+    decode.thread.submit(encode([pull]))
+    decode.hears(lambda report: report == Received(1, "r1"))
+    decode.hears(lambda report: report == Unpinned(1))
+    prefill.hears(lambda report: report == Unpinned(71))
+    for ours, theirs in zip(decode.kv, prefill.kv, strict=True):
+        assert (ours[:, [3, 9]] == theirs[:, [5, 2]]).all()
+        assert not ours[:, np.setdiff1d(np.arange(BLOCKS), [3, 9])].any()
+    counters, _ = prefill.thread.tally.take()
+    assert "bytes" not in counters, "prefill wrote nothing"
+
+
+def test_a_prompt_still_being_computed_is_read_once_it_is_settled(
+    pair: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = pair
+    decode.thread.submit(encode([receive(prefill, pull=True)]))
+    assert not decode.thread.wait(0.3)
+    fill(prefill)
+    prefill.thread.submit(encode(settled()))
+    decode.hears(lambda report: report == Received(1, "r1"))
+    assert (decode.kv[0][:, 7] == prefill.kv[0][:, 4]).all()
+
+
 def test_nothing_is_sent_before_the_fence_is_done(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
 

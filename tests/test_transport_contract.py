@@ -99,6 +99,16 @@ class Pair:
             payload,
         )
 
+    def fetch(self, read, offset=0, nbytes=4096):
+        """D reads what P would write."""
+        self.d.fetch(
+            read,
+            self.to_p,
+            rows((self.source.base + offset, nbytes)),
+            rows((self.target.base + offset, nbytes)),
+            ("DRAM", "DRAM"),
+        )
+
     def arrivals(self, count, seconds=10.0):
         """Drive both sides until D has taken `count` notifications."""
         taken = []
@@ -366,6 +376,49 @@ def pair():
 
 def landed(pair):
     return int(np.count_nonzero(pair.network.view(pair.target)))
+
+
+def test_a_read_brings_the_peers_bytes_and_tells_nobody(network):
+    pair = Pair(network)
+    pair.fetch(1, offset=100, nbytes=5000)
+    for _ in within(20):
+        told = pair.p.notifications()  # which also drives the transfer, on either side
+        if pair.d.poll(1) == "done":
+            break
+    target, source = network.view(pair.target), network.view(pair.source)
+    assert (target[100:5100] == source[100:5100]).all()
+    assert not target[:100].any() and not target[5100:].any()
+    assert told == [] and pair.d.notifications() == []
+
+
+def test_a_read_of_memory_that_is_not_registered_is_refused(network):
+    pair = Pair(network)
+    with pytest.raises(TransportError):
+        pair.d.fetch(
+            1, pair.to_p, rows((pair.source.base, 2 * MIB)), rows((pair.target.base, 2 * MIB)),
+            ("DRAM", "DRAM"),
+        )  # fmt: skip
+
+
+def test_a_read_from_an_agent_that_is_gone_is_an_error(network):
+    pair = Pair(network)
+    pair.p.close()
+
+    def read():
+        pair.fetch(1)
+        for _ in within(20):
+            pair.d.poll(1)
+
+    until_raises(TransportError, read)
+
+
+def test_closing_the_reader_is_a_fence(pair):
+    pair.network.fabric.auto_land = False
+    pair.fetch(1)
+    (read,) = pair.network.fabric.writes
+    assert pair.network.fabric.land(read, 10) == 10
+    pair.d.close()
+    assert pair.network.fabric.land(read) == 0 and landed(pair) == 9  # the first byte is 0
 
 
 def test_a_test_may_land_a_write_byte_by_byte(pair):

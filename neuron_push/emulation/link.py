@@ -33,7 +33,7 @@ _SILENT = b""
 class _Flight:
     due: float
     peer: AgentName
-    payload: bytes
+    payload: bytes | None  # None: nobody is told
     landed: bool = False
 
 
@@ -58,10 +58,27 @@ class Linked(Wrapped):
     ) -> None:
         begun = self._clock.now()
         self._inner.post(write, peer, source, destination, memory, _SILENT)
+        self._flights[write] = self._flight(begun, source, peer, payload)
+
+    def fetch(
+        self,
+        read: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+    ) -> None:
+        begun = self._clock.now()
+        self._inner.fetch(read, peer, source, destination, memory)
+        self._flights[read] = self._flight(begun, source, peer, None)
+
+    def _flight(
+        self, begun: float, rows: Descriptors, peer: AgentName, payload: bytes | None
+    ) -> _Flight:
         latency = self._costs.transfer(0)
-        sending = self._costs.transfer(int(source[:, 1].sum())) - latency
+        sending = self._costs.transfer(int(rows[:, 1].sum())) - latency
         self._free_at = max(begun, self._free_at) + sending
-        self._flights[write] = _Flight(self._free_at + latency, peer, payload)
+        return _Flight(self._free_at + latency, peer, payload)
 
     def poll(self, write: WriteId) -> WriteState:
         flight = self._flights.get(write)
@@ -71,7 +88,8 @@ class Linked(Wrapped):
             flight.landed = self._inner.poll(write) == "done"
         if not flight.landed or self._clock.now() < flight.due:
             return "pending"
-        self._inner.notify(flight.peer, flight.payload)
+        if flight.payload is not None:
+            self._inner.notify(flight.peer, flight.payload)
         del self._flights[write]
         return "done"
 

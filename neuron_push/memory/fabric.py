@@ -18,7 +18,10 @@ __all__ = ["Letter", "MemoryFabric", "MemoryTransport", "PostedWrite"]
 
 @dataclass(eq=False)
 class PostedWrite:
-    """One WRITE, from `post` until it is done or one of its agents is closed."""
+    """One WRITE or READ, from `post` until it is done or one of its agents is closed.
+
+    `source` is the agent that posted it, `target` its peer; of a READ, the bytes are the peer's.
+    """
 
     id: WriteId
     source: MemoryTransport
@@ -26,6 +29,7 @@ class PostedWrite:
     # (source address, destination address, length) per row.
     rows: list[tuple[int, int, int]]
     payload: bytes
+    reads: bool = False
     # What has landed, in bytes from the first row on.
     landed: int = 0
     # Set when the sender's process died: what it had sent, wherever that is on its way.
@@ -134,12 +138,16 @@ class MemoryFabric(AddressSpace):
         with self.lock:
             for agent in [a for a in self._agents.values() if a.name == name and not a.closed]:
                 for write in self.writes:
-                    if write.source is agent and write.sent is None:
+                    if write.source is agent and write.sent is None and not write.reads:
                         write.sent = b"".join(
                             self.view(source, length).tobytes() for source, _, length in write.rows
                         )
                 agent.closed = True
-                self.writes = [w for w in self.writes if w.target is not agent]
+                self.writes = [
+                    w
+                    for w in self.writes
+                    if w.target is not agent and not (w.reads and w.source is agent)
+                ]
 
     def _outgoing(self, write: PostedWrite, address: int, offset: int, length: int) -> Bytes:
         if write.sent is not None:
@@ -234,6 +242,27 @@ class MemoryTransport:
             self._posted[write] = posted
             self._fabric.writes.append(posted)
 
+    def fetch(
+        self,
+        read: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+    ) -> None:
+        """Start a READ; nothing lands before `poll` or the fabric's `land`."""
+        with self._fabric.lock:
+            owner = self._reach(peer)
+            if read in self._posted:
+                raise ProtocolError(f"READ {read} was posted before")
+            rows = _rows(source, destination)
+            for remote, address, length in rows:
+                owner._check_registered(remote, length, memory[0])
+                self._check_registered(address, length, memory[1])
+            posted = PostedWrite(read, self, owner, rows, b"", reads=True)
+            self._posted[read] = posted
+            self._fabric.writes.append(posted)
+
     def poll(self, write: WriteId) -> WriteState:
         """Drive one WRITE; sends its notification once all bytes have landed."""
         with self._fabric.lock:
@@ -251,7 +280,8 @@ class MemoryTransport:
             posted.done = True
             del self._posted[write]
             self._fabric.writes.remove(posted)
-            self._send(posted.target, posted.payload)
+            if not posted.reads:
+                self._send(posted.target, posted.payload)
             return "done"
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -148,23 +148,47 @@ class NixlTransport:
         payload: bytes,
     ) -> None:
         """Start a WRITE; on an exception it may still be under way, as after a failed poll."""
+        self._start("WRITE", write, peer, (source, memory[0]), (destination, memory[1]), payload)
+
+    def fetch(
+        self,
+        read: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+    ) -> None:
+        """Start a READ; on an exception it may still be under way, as after a failed poll."""
+        self._start("READ", read, peer, (destination, memory[1]), (source, memory[0]), b"")
+
+    def _start(
+        self,
+        kind: Literal["WRITE", "READ"],
+        number: WriteId,
+        peer: AgentName,
+        ours: tuple[Descriptors, str],
+        theirs: tuple[Descriptors, str],
+        payload: bytes,
+    ) -> None:
         agent = self._reach(peer)
-        if write in self._posted:
-            raise ProtocolError(f"WRITE {write} was posted before")
-        _check_rows(source, destination)
-        with Edge("cannot prepare a WRITE to", peer, self._lost):
+        if number in self._posted:
+            raise ProtocolError(f"{kind} {number} was posted before")
+        _check_rows(ours[0], theirs[0])
+        with Edge(f"cannot prepare a {kind} with", peer, self._lost):
             handle = agent.initialize_xfer(
-                "WRITE",
-                agent.get_xfer_descs(np.ascontiguousarray(source, np.uint64), memory[0]),
-                agent.get_xfer_descs(np.ascontiguousarray(destination, np.uint64), memory[1]),
+                kind,
+                *(
+                    agent.get_xfer_descs(np.ascontiguousarray(rows, np.uint64), memory)
+                    for rows, memory in (ours, theirs)
+                ),
                 peer,
                 payload,
             )
-        posted = self._posted[write] = _Posted(handle, peer)
-        self._advance(posted, agent.transfer, "cannot post a WRITE to")
+        posted = self._posted[number] = _Posted(handle, peer)
+        self._advance(posted, agent.transfer, f"cannot post a {kind} with")
 
     def poll(self, write: WriteId) -> WriteState:
-        """Drive one WRITE. NIXL sends its notification from here once the bytes are there."""
+        """Drive one WRITE or READ. NIXL sends what a WRITE notifies from here, once it is there."""
         agent = self._open()
         posted = self._posted.get(write)
         if posted is None:
@@ -172,7 +196,7 @@ class NixlTransport:
         if posted.failure:
             raise (Disconnected if posted.disconnected else TransportError)(posted.failure)
         if posted.state == "pending":
-            self._advance(posted, agent.check_xfer_state, "lost a WRITE to")
+            self._advance(posted, agent.check_xfer_state, "lost a transfer with")
         if posted.state == "pending":
             return "pending"
         del self._posted[write]

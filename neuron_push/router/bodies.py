@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -67,9 +67,13 @@ def request_id(offered: str | None) -> str:
 
 
 def prefill_body(
-    body: Mapping[str, Any], chat: bool, transfer_id: str, deadline: float | None = None
+    body: Mapping[str, Any],
+    chat: bool,
+    transfer_id: str,
+    deadline: float | None = None,
+    mode: Literal["push", "pull"] = "push",
 ) -> bytes:
-    """The leg that computes the prompt and one token, and pushes."""
+    """The leg that computes the prompt and one token, and pushes it or says where it is."""
     leg = {name: value for name, value in body.items() if name not in OUTPUT_ONLY}
     leg["max_tokens"] = 1
     if chat:
@@ -84,6 +88,7 @@ def prefill_body(
         "remote_host": None,
         "remote_port": None,
         "transfer_id": transfer_id,
+        "transfer_mode": mode,
     }
     leg["kv_transfer_params"] |= _budget(deadline)
     return msgspec.json.encode(leg)

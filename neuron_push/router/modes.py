@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from neuron_push.router import bodies
 from neuron_push.router.engines import Engine
@@ -98,7 +99,8 @@ class Modes:
         # The identity asked for is that of one data-parallel rank: prefill must run there.
         headers = {**flight.headers, "X-data-parallel-rank": str(engine.info.data_rank)}
         budget = flight.budget(self._legs.limits.kv)
-        body = bodies.prefill_body(flight.body, flight.chat, route.transfer, budget)
+        mode: Literal["push", "pull"] = "pull" if route.kind == "pull" else "push"
+        body = bodies.prefill_body(flight.body, flight.chat, route.transfer, budget, mode)
         task = asyncio.create_task(self._legs.prefill(engine, flight.path, headers, body))
         # Counted from here, not from the task's first step, for choices made in between.
         tokens = flight.job.prompt_tokens

@@ -1,4 +1,4 @@
-"""The agents of one rank, one transport per generation, and the WRITEs that pass through them."""
+"""The agents of one rank, one transport per generation, and what passes through them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from neuron_push.rendezvous.events import (
     Close,
     Closed,
     Event,
+    Fetch,
     Forget,
     Garbage,
     Load,
@@ -24,11 +25,12 @@ from neuron_push.rendezvous.events import (
     Open,
     Opened,
     Post,
+    ReadEnded,
     Unpack,
     Unreachable,
     WriteEnded,
 )
-from neuron_push.transfer.stager import Stager, bound, failed
+from neuron_push.transfer.stager import Stager, bound, bound_read, failed
 from neuron_push.transfer.tally import Tally
 from neuron_push.transport import AgentName, Transport, TransportFactory, WriteId
 
@@ -53,11 +55,13 @@ class Agents:
         self._events = events
         self._transports: dict[int, Transport] = {}
         self._writes: dict[WriteId, Transport] = {}
+        self._reads: dict[WriteId, tuple[Transport, int]] = {}  # and its bytes
 
     def poll(self) -> None:
         """Collect messages and what has ended."""
         self.progress()
         self._poll_writes()
+        self._poll_reads()
         self._poll_stager()
 
     def destroy(self) -> None:
@@ -84,6 +88,8 @@ class Agents:
         transport.close()
         for write in [w for w, through in self._writes.items() if through is transport]:
             del self._writes[write]
+        for read in [r for r, (through, _) in self._reads.items() if through is transport]:
+            del self._reads[read]
         self._events.append(Closed(action.generation))
 
     def load(self, action: Load, now: float) -> None:
@@ -206,3 +212,39 @@ class Agents:
             else:
                 self._events.append(WriteEnded(write, "done"))
             del self._writes[write]
+
+    # ------------------------------------------------------------------ READs
+
+    def fetch(self, action: Fetch, now: float) -> None:
+        """Start a READ, into our blocks or a slab of ours."""
+        transport = self._transports.get(action.generation)
+        try:
+            if transport is None:
+                raise PlanError(f"generation {action.generation} is closed")
+            copies, source, destination = bound_read(action, self._identity.geometry)
+        except NeuronPushError as error:
+            self._events.append(ReadEnded(action.read, "unposted", str(error)))
+            return
+        self._tally.add("copies", len(source))
+        self._tally.add("transfer_copies_size", len(source))
+        if not len(source):  # other replicas, or a window, have all of these tokens
+            self._events.append(ReadEnded(action.read, "done"))
+            return
+        memory = action.source.regions[0].memory, self._identity.geometry.regions[0].memory
+        try:
+            transport.fetch(action.read, action.agent, source, destination, memory)
+        except TransportError as error:
+            self._events.append(ReadEnded(action.read, "broken", str(error)))
+            return
+        self._reads[action.read] = transport, copies.nbytes
+
+    def _poll_reads(self) -> None:
+        for read, (transport, nbytes) in list(self._reads.items()):
+            try:
+                if transport.poll(read) == "pending":
+                    continue
+            except TransportError as error:
+                self._events.append(ReadEnded(read, "broken", str(error)))
+            else:
+                self._events.append(ReadEnded(read, "done", nbytes=nbytes))
+            del self._reads[read]

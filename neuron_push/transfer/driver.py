@@ -21,6 +21,7 @@ from neuron_push.rendezvous.events import (
     Close,
     Count,
     Event,
+    Fetch,
     FindEngine,
     Forget,
     Greet,
@@ -68,7 +69,7 @@ class Driver:
         self._actions: dict[type, Callable[..., None]] = {
             FindEngine: side.find, Greet: side.greet, Answer: self._answer,
             Open: agents.open, Close: agents.close, Load: agents.load, Forget: agents.forget,
-            Notify: agents.notify, Post: agents.post, Unpack: agents.unpack,
+            Notify: agents.notify, Post: agents.post, Fetch: agents.fetch, Unpack: agents.unpack,
             Tell: lambda action, now: tell(action.report),
             Note: lambda action, now: logger.warning("%s", action.text),
             Count: lambda action, now: tally.add(action.name, action.value, action.label),

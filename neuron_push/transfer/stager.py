@@ -13,11 +13,11 @@ from neuron_push.errors import PlanError
 from neuron_push.geometry import Geometry
 from neuron_push.plan import Copies, StagedPlan, bind
 from neuron_push.protocol import Slabs
-from neuron_push.rendezvous.events import Event, Post, Unpack, Unpacked, WriteEnded
+from neuron_push.rendezvous.events import Event, Fetch, Post, Unpack, Unpacked, WriteEnded
 from neuron_push.transform import Moved, Mover, Rows
 from neuron_push.transport import Descriptors
 
-__all__ = ["Stager", "bound"]
+__all__ = ["Stager", "bound", "bound_read"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +107,17 @@ def bound(action: Post, own: Geometry) -> tuple[Copies, Descriptors, Descriptors
         else:
             destination = plan.geometry(action.slab)
     return copies, *bind(copies, source, destination)
+
+
+def bound_read(action: Fetch, own: Geometry) -> tuple[Copies, Descriptors, Descriptors]:
+    """The copies of a READ with their addresses; raises NeuronPushError as `bound`."""
+    plan = action.plan
+    copies = plan.copies(
+        action.start, action.stop, action.source_blocks, action.destination_blocks, last=action.last
+    )
+    destination = own
+    if isinstance(plan, StagedPlan):
+        if action.slab is None or action.slab.length < plan.slab_bytes:
+            raise PlanError("a staged READ without a slab that holds it")
+        destination = plan.geometry(action.slab)
+    return copies, *bind(copies, action.source, destination)

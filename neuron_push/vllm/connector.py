@@ -138,13 +138,13 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._in_scheduler.finished(request)
+        return False, self._in_scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Pins hold what is needed, so vLLM may free its own references at once."""
-        return False, self._in_scheduler.finished(request)
+        return False, self._in_scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         return self._in_scheduler.has_work

@@ -120,7 +120,7 @@ class Decodes:
             Receive(
                 decode.attempt, request.request_id, leg.prefill, leg.engine, match, start, stop,
                 first, tuple([ids.tobytes() for ids in wanted]), decode.pin,
-                leg.patience or self._patience, self._hold_failure,
+                leg.patience or self._patience, self._hold_failure, leg.pull,
             )
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`kv_transfer_params`, as proxies for vLLM's push connector write them, checked.
+"""`kv_transfer_params`, as proxies for vLLM's push and pull connectors write them, checked.
 
 Whatever a client sends ends in a value or in a `ParamsError` that says what was wrong; it
 never stops an engine.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from neuron_push.errors import NeuronPushError
 from neuron_push.protocol import MAX_TEXT, Address
 
+# Block lists that are looked at: one per KV group.
+MOST = 64
 # A router's budget for one request may not exceed a day.
 MOST_PATIENCE_MS = 86_400_000
 
@@ -23,29 +25,32 @@ class ParamsError(NeuronPushError):
 
 @dataclass(frozen=True, slots=True)
 class PrefillLeg:
-    """This engine computes the prompt and hands it over."""
+    """This engine computes the prompt and hands it over; `pull` if its answer says from where."""
 
     transfer: str
+    pull: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeg:
-    """Another engine computes the prompt; its KV is pushed here."""
+    """Another engine computes the prompt; its KV is pushed here, or READ from there (`pull`)."""
 
     transfer: str
     prefill: Address
     engine: str  # expected engine id, or ""
     request: str  # the prefill engine's request id, or ""
     patience: float | None  # seconds, or None for the configured default
+    pull: bool = False
 
 
 Leg = PrefillLeg | DecodeLeg
+Mode = Literal["auto", "push", "pull"]
 
 
-def parse(params: Mapping[str, Any] | None, role: str) -> Leg | None:
+def parse(params: Mapping[str, Any] | None, role: str, mode: Mode = "auto") -> Leg | None:
     """The leg that a request is; None for a request without KV transfer.
 
-    `role` is vLLM's kv_role. Raises ParamsError.
+    `role` is vLLM's kv_role, `mode` the engine's own setting. Raises ParamsError.
     """
     if not params:
         return None
@@ -57,7 +62,7 @@ def parse(params: Mapping[str, Any] | None, role: str) -> Leg | None:
     if prefill:
         if role == "kv_consumer":
             raise ParamsError("do_remote_decode was sent to a decode engine (kv_consumer)")
-        return PrefillLeg(_text(params, "transfer_id"))
+        return PrefillLeg(_text(params, "transfer_id"), _prefill_pulls(params, mode))
     if not decode:
         return None
     if role == "kv_producer":
@@ -74,7 +79,52 @@ def parse(params: Mapping[str, Any] | None, role: str) -> Leg | None:
         _text(params, "remote_engine_id"),
         _text(params, "remote_request_id"),
         patience,
+        _decode_pulls(params, mode),
     )
+
+
+def _prefill_pulls(params: Mapping[str, Any], mode: Mode) -> bool:
+    """Whether a prefill leg's answer names its blocks; unless told otherwise it does."""
+    mark = _mark(params)
+    if mark and mode not in ("auto", mark):
+        raise ParamsError(f'transfer_mode is {mark!r}, but this engine is set to "mode": "{mode}"')
+    return (mark or mode) != "push"
+
+
+def _decode_pulls(params: Mapping[str, Any], mode: Mode) -> bool:
+    """Whether a decode leg READs: it carries the block ids of a finished prefill, or says so."""
+    mark = _mark(params)
+    pull = mark == "pull" or (mark != "push" and _named_blocks(params))
+    if pull and mode == "push":
+        raise ParamsError(
+            'this engine is set to "mode": "push", but the request carries the block ids of a '
+            'finished prefill: send both legs at once, or set "mode": "auto"'
+        )
+    if not pull and mode == "pull":
+        raise ParamsError(
+            'this engine is set to "mode": "pull", but the request carries no block ids of a '
+            'finished prefill: pass on what the prefill leg answered, or set "mode": "auto"'
+        )
+    return pull
+
+
+def _mark(params: Mapping[str, Any]) -> Literal["", "push", "pull"]:
+    value = params.get("transfer_mode")
+    if value is None:
+        return ""
+    if value == "push" or value == "pull":
+        return "push" if value == "push" else "pull"
+    raise ParamsError(f'transfer_mode is {_show(value)}, not "push" or "pull"')
+
+
+def _named_blocks(params: Mapping[str, Any]) -> bool:
+    """Whether block ids are named. They are a mark: what is READ is what prefill names itself."""
+    value = params.get("remote_block_ids")
+    if value is None:
+        return False
+    if not isinstance(value, list | tuple):
+        raise ParamsError(f"remote_block_ids is {_show(value)}, not a list of block ids")
+    return any(bool(group) if isinstance(group, list | tuple) else True for group in value[:MOST])
 
 
 def _flag(params: Mapping[str, Any], name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuron_push.commands import Command
@@ -66,6 +67,7 @@ class SchedulerHalf:
             self._commands, self._rejected, self._sizes, patience=config.patience,
             recompute=transfer.kv_load_failure_policy == "recompute", backoff=backoff,
         )  # fmt: skip
+        self._lends: set[str] = set()  # prompts whose blocks are named in the answer
         self._reasons: dict[str, str] = {}
         self._software = tuple(check_versions().items())
         self._incarnation = int.from_bytes(os.urandom(6), "big")
@@ -98,12 +100,14 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """Note which leg of a transfer a request is, if any."""
         try:
-            leg = parse(request.kv_transfer_params, self._role)
+            leg = parse(request.kv_transfer_params, self._role, self._config.mode)
         except ParamsError as error:
             self._decodes.reject(request, str(error))
             return
         if isinstance(leg, PrefillLeg):
             self._prefills.begin(request, identity.match_of(request, leg.transfer))
+            if leg.pull:
+                self._lends.add(request.request_id)
             self._arrived(request, leg.transfer, "prefill")
         elif isinstance(leg, DecodeLeg):
             match = identity.match_of(request, leg.transfer, leg.request)
@@ -115,7 +119,7 @@ class SchedulerHalf:
             self._moments.arrived(request.request_id, transfer, leg)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """How many prompt tokens beyond `computed` another engine will push."""
+        """How many prompt tokens beyond `computed` come from another engine."""
         return self._decodes.matched_tokens(request, computed)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -125,20 +129,27 @@ class SchedulerHalf:
         if self._moments is not None and external:
             self._moments.mark(request.request_id, "decode allocated")
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        """A request leaves the engine; its KV stays on offer if it is a complete prompt."""
+    def finished(self, request: Request, blocks: Sequence[list[int]]) -> dict[str, Any] | None:
+        """A request leaves the engine; its KV stays on offer if it is a complete prompt.
+
+        `blocks` holds the ids of its blocks, group by group.
+        """
         assert self._pins is not None
         self._decodes.finished(request, self._pins)
         if self._moments is not None:
             self._moments.finished(request.request_id)
-        return self._coordinates(request) if self._prefills.finished(request, self._pins) else None
+        lends = request.request_id in self._lends
+        self._lends.discard(request.request_id)
+        if not self._prefills.finished(request, self._pins):
+            return None
+        return self._coordinates(request, blocks if lends else None)
 
-    def _coordinates(self, request: Request) -> dict[str, Any]:
-        """Where a decode engine finds the prompt, in the words of vLLM's push connector."""
+    def _coordinates(self, request: Request, blocks: Sequence[list[int]] | None) -> dict[str, Any]:
+        """Where a decode engine finds the prompt, in the words of vLLM's connectors."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": None,
+            "remote_block_ids": None if blocks is None else [list(ids) for ids in blocks],
             "remote_engine_id": self._engine,
             "remote_request_id": request.request_id,
             "remote_host": self._address.host,
@@ -146,7 +157,7 @@ class SchedulerHalf:
             "tp_size": self._parallel.tensor_parallel_size,
             "pp_size": self._parallel.pipeline_parallel_size,
             "transfer_id": (request.kv_transfer_params or {}).get("transfer_id"),
-            "transfer_mode": "push",
+            "transfer_mode": "push" if blocks is None else "pull",
         }
 
     # ------------------------------------------------------------------ each step
@@ -233,7 +244,7 @@ class SchedulerHalf:
             tensor_parallel=parallel.tensor_parallel_size,
             pipeline_parallel=parallel.pipeline_parallel_size,
             data_rank=parallel.data_parallel_index,
-            modes=("push",),
+            modes=("push", "pull") if self._config.mode == "auto" else (self._config.mode,),
             semantics=self._semantics,
             ranks=(),
             free_blocks=pool.get_num_free_blocks() if pool else -1,

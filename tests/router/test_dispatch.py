@@ -47,6 +47,7 @@ async def test_the_legs_carry_the_parameters_that_engines_expect():
             "remote_block_ids": None,
             "remote_host": None,
             "remote_port": None,
+            "transfer_mode": "push",
             "transfer_id": transfer,
         }
         assert decode.params == {

@@ -12,6 +12,7 @@ ROLES = ("kv_producer", "kv_consumer", "kv_both")
 NAMES = (
     "do_remote_prefill", "do_remote_decode", "transfer_id", "remote_host", "remote_port",
     "remote_engine_id", "remote_request_id", "deadline_ms", "remote_block_ids", "tp_size",
+    "transfer_mode",
 )  # fmt: skip
 
 values = st.recursive(
@@ -34,7 +35,55 @@ def test_the_words_of_vllms_push_connector_are_understood():
     }  # fmt: skip
     leg = parse(sent_by_proxy, "kv_consumer")
     assert leg == DecodeLeg("", Address("10.0.0.1", 5601), "e", "cmpl-1-0-00aabbcc", None)
-    assert parse({"do_remote_decode": True, "transfer_id": "x"}, "kv_both") == PrefillLeg("x")
+    params = {"do_remote_decode": True, "transfer_id": "x"}
+    assert parse(params, "kv_both", "push") == PrefillLeg("x", pull=False)
+
+
+FINISHED = {**DECODE, "remote_block_ids": [[4, 5], []], "remote_engine_id": "e", "tp_size": 1}
+UNFINISHED = [None, [], (), [[]], [(), []]]
+
+
+@pytest.mark.parametrize("ids", [[4, 5], [[4, 5]], [[], [7]], ((4,),)])
+def test_a_decode_leg_that_carries_block_ids_reads(ids):
+    assert parse({**DECODE, "remote_block_ids": ids}, "kv_both").pull
+    assert parse({**DECODE, "remote_block_ids": ids}, "kv_both", "pull").pull
+
+
+@pytest.mark.parametrize("ids", UNFINISHED)
+def test_a_decode_leg_without_block_ids_is_pushed_to(ids):
+    assert not parse({**DECODE, "remote_block_ids": ids}, "kv_both").pull
+    assert not parse({**DECODE, "remote_block_ids": ids}, "kv_both", "push").pull
+
+
+def test_what_a_request_says_of_its_mode_decides_over_block_ids():
+    assert parse({**DECODE, "transfer_mode": "pull"}, "kv_both").pull
+    assert not parse({**FINISHED, "transfer_mode": "push"}, "kv_both").pull
+
+
+@pytest.mark.parametrize(("params", "mode", "pull"), [
+    ({}, "auto", True), ({}, "push", False), ({}, "pull", True),
+    ({"transfer_mode": "push"}, "auto", False), ({"transfer_mode": "pull"}, "auto", True),
+])  # fmt: skip
+def test_a_prefill_leg_names_its_blocks_unless_it_is_to_push(params, mode, pull):
+    leg = parse({"do_remote_decode": True, **params}, "kv_both", mode)
+    assert leg == PrefillLeg("", pull)
+
+
+@pytest.mark.parametrize(("params", "mode", "says"), [
+    (FINISHED, "push", 'set to "mode": "push", but the request carries the block ids'),
+    ({**DECODE, "transfer_mode": "pull"}, "push", 'set to "mode": "push"'),
+    (DECODE, "pull", 'set to "mode": "pull", but the request carries no block ids'),
+    ({**FINISHED, "transfer_mode": "push"}, "pull", 'set to "mode": "pull"'),
+    ({"do_remote_decode": True, "transfer_mode": "push"}, "pull", "transfer_mode is 'push'"),
+    ({"do_remote_decode": True, "transfer_mode": "pull"}, "push", "transfer_mode is 'pull'"),
+    ({**DECODE, "transfer_mode": "shove"}, "auto", "transfer_mode is 'shove'"),
+    ({**DECODE, "remote_block_ids": 7}, "auto", "remote_block_ids is 7, not a list"),
+    ({**DECODE, "remote_block_ids": "44"}, "auto", "remote_block_ids is '44', not a list"),
+])  # fmt: skip
+def test_a_request_that_contradicts_the_mode_is_refused_in_words(params, mode, says):
+    with pytest.raises(ParamsError) as error:
+        parse(params, "kv_both", mode)
+    assert says in str(error.value)
 
 
 def test_a_routers_budget_becomes_seconds():

@@ -80,6 +80,33 @@ def test_the_answer_of_a_prefill_leg_says_where_the_prompt_is(start):
     assert params["transfer_id"] == "t1"
 
 
+@pytest.mark.parametrize("mode", ["auto", "pull", "push"])
+def test_the_answer_of_a_prefill_leg_names_its_blocks_unless_they_are_pushed(start, mode):
+    engine = start(extra={"mode": mode})
+    request = engine.add(40, PREFILL)
+    (settle,) = of_kind(engine.step(), Settle)
+    params = engine.last_output(request).kv_transfer_params
+    pulled = mode != "push"
+    assert params["remote_block_ids"] == ([settle.blocks[0]] if pulled else None)
+    assert params["transfer_mode"] == ("pull" if pulled else "push")
+    assert engine.half._describe().modes == (("push", "pull") if mode == "auto" else (mode,))
+
+
+def test_a_prefill_leg_of_a_pushing_router_is_not_weighed_down_with_block_ids(start):
+    engine = start()
+    request = engine.add(40, {**PREFILL, "transfer_mode": "push"})
+    engine.step()
+    assert engine.last_output(request).kv_transfer_params["remote_block_ids"] is None
+
+
+def test_a_decode_leg_with_block_ids_reads_and_one_without_is_pushed_to(start):
+    engine = start()
+    plain = engine.add(40, DECODE)
+    assert not receive_of(engine, plain).pull
+    late = engine.add(40, {**DECODE, "transfer_id": "t2", "remote_block_ids": [[5, 6, 7]]})
+    assert receive_of(engine, late).pull
+
+
 def test_blocks_of_a_finished_prompt_are_held_until_every_rank_lets_go(start):
     engine = start(tensor=4)
     engine.add(40, PREFILL)
