@@ -214,6 +214,20 @@ def test_neighbours_on_one_side_only_do_not_join():
     assert count(*both("interleaved", other=[1, 3, 5, 7, 9, 11]), 0, 96) == 2 * 6
 
 
+@pytest.mark.parametrize(
+    ("blocks", "other", "runs"),
+    [
+        ([6, 5, 4, 3, 2, 1], None, 1),
+        ([6, 5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4], 1),
+        ([6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6], 6),  # one rises while the other falls
+        ([1, 2, 3, 6, 5, 4], None, 2),
+        ([5, 6, 4, 3, 1, 2], None, 3),
+    ],
+)
+def test_falling_blocks_join_as_rising_ones_do(blocks, other, runs):
+    assert count(*both("interleaved", blocks=blocks, other=other), 0, 96) == 2 * runs
+
+
 def test_a_partial_page_of_whole_heads_costs_one_copy_per_head():
     # Five whole pages join; the sixth holds 10 of 16 tokens of 4 heads; two layers.
     assert count(*both("interleaved"), 0, 90) == 2 * (1 + 4)

@@ -135,14 +135,23 @@ def _single_tokens(fragments: Fragments) -> Fragments:
 
 
 def _join(source: Ints, destination: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
-    """Merge entries that continue the previous one on both sides."""
-    continues = (source[1:] == source[:-1] + length[:-1]) & (
+    """Merge entries that continue the previous one on both sides, upwards or downwards.
+
+    vLLM hands out blocks last freed first, so every second prompt has its blocks in falling
+    order. Ranges do not overlap, so a run never turns round.
+    """
+    up = (source[1:] == source[:-1] + length[:-1]) & (
         destination[1:] == destination[:-1] + length[:-1]
     )
+    down = (source[1:] + length[1:] == source[:-1]) & (
+        destination[1:] + length[1:] == destination[:-1]
+    )
+    continues = up | down
     if not continues.any():
         return source, destination, length
     starts = np.concatenate(([0], np.flatnonzero(~continues) + 1))
-    return source[starts], destination[starts], np.add.reduceat(length, starts)
+    lowest = np.minimum.reduceat
+    return lowest(source, starts), lowest(destination, starts), np.add.reduceat(length, starts)
 
 
 def bind(
