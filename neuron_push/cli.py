@@ -46,6 +46,8 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             "sweep": Command(
                 "neuron_push.bench.sweep.command", "TTFT and TPOT over lengths, rates"
             ),
+            "handover": Command("neuron_push.bench.handover.command", "from prefill to decode"),
+            "notice": Command("neuron_push.bench.handover.notice", "how soon decode is told"),
             "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),
             "plan": Command("neuron_push.bench.plan", "cost of planning copies"),
             "router": Command("neuron_push.bench.router", "what the router adds to a request"),

@@ -79,10 +79,14 @@ class Rank:
     """One rank. Commands by any thread; reports are collected by the one that waits."""
 
     def __init__(
-        self, engine: str, role: str, config: Config, shape: Shape | None = None, port: int = 0
-    ) -> None:
+        self, engine: str, role: str, config: Config, shape: Shape | None = None, port: int = 0,
+        memory: Bytes | None = None,
+    ) -> None:  # fmt: skip
+        """`memory` is zeroed bytes to keep the cache in, where others can watch it."""
         self.shape = shape or Shape()
-        self.kv = np.zeros((LAYERS, 2, self.shape.blocks, self.shape.plane_bytes), np.uint8)
+        if memory is None:
+            memory = np.zeros(self.shape.blocks * self.shape.block_bytes, np.uint8)
+        self.kv = memory.reshape(LAYERS, 2, self.shape.blocks, self.shape.plane_bytes)
         self.trap = Trap()
         # When each report was heard: by its kind and the number of its attempt or pin.
         self.heard: dict[tuple[str, int], float] = {}

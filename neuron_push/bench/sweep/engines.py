@@ -129,13 +129,13 @@ class Pairs:
         self._template = template
         self._logs = logs
         self._say = say
-        self._together = together
+        self.together = together
         self._up: dict[str, Pair] = {}
 
     def awake(self, kind: str, warm: Callable[[Pair], None]) -> Pair:
         """The pair of this kind, running, all others paused; started (and warmed up) if need be."""
         for name, pair in list(self._up.items()):
-            if name != kind and not self._together:
+            if name != kind and not self.together:
                 processes.stop(pair.engines)
                 del self._up[name]
             elif name != kind:

@@ -1,0 +1,133 @@
+"""The limit of a handover: one WRITE of the bytes that are left, and its notification.
+
+Two processes with a NIXL agent each, as two engines have, over memory arranged like a rank's KV:
+`layers` planes of pages. One posts and polls without a pause, the other looks for notifications
+without a pause.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import numpy as np
+
+from neuron_push.errors import TransportError
+from neuron_push.geometry import Region
+from neuron_push.nixl import NixlTransport
+from neuron_push.transport import AgentName, WriteId
+
+PATIENCE: Final = 60.0
+Descriptors = Any
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is left to be sent when prefill ends."""
+
+    tokens: int
+    layers: int
+    page_bytes: int
+    """One block in one layer."""
+    block_tokens: int
+    scattered: bool
+
+    @property
+    def pages(self) -> int:
+        """Per layer."""
+        return -(-self.tokens // self.block_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * self.pages * self.page_bytes
+
+    def rows(self, base: int) -> Descriptors:
+        """(count, 3) of address, length, device; scattered pages leave every second one out."""
+        plane = 2 * self.pages * self.page_bytes
+        starts = base + plane * np.arange(self.layers, dtype=np.uint64)[:, None]
+        if self.scattered:
+            order = np.random.default_rng(1).permutation(self.pages).astype(np.uint64)
+            addresses = starts + (2 * order * np.uint64(self.page_bytes))[None, :]
+            length = self.page_bytes
+        else:
+            addresses, length = starts, self.pages * self.page_bytes
+        rows = np.zeros((addresses.size, 3), np.uint64)
+        rows[:, 0], rows[:, 1] = addresses.ravel(), length
+        return rows
+
+
+def measure(load: Load, repeat: int, environment: Mapping[str, str]) -> list[float]:
+    """Seconds from the post to the notification's arrival, per WRITE."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    receiver = context.Process(
+        target=_receive, args=(theirs, load, repeat, dict(environment)), daemon=True
+    )
+    sent, give = context.Pipe(duplex=False)
+    receiver.start()
+    sender = context.Process(
+        target=_send, args=(give, ours, load, repeat, dict(environment)), daemon=True
+    )
+    sender.start()
+    for end in (ours, theirs, give):
+        end.close()
+    try:
+        if not sent.poll(PATIENCE):
+            raise TransportError(f"a plain NIXL WRITE was not over within {PATIENCE:.0f} s")
+        found: list[float] = sent.recv()
+        return found
+    except EOFError:
+        raise TransportError("the process with the plain NIXL WRITE ended") from None
+    finally:
+        for process in (sender, receiver):
+            process.kill()
+            process.join()
+
+
+def _open(name: str, load: Load, environment: dict[str, str]) -> tuple[NixlTransport, int, Any]:
+    os.environ.update(environment)
+    memory = np.frombuffer(mmap.mmap(-1, 2 * load.nbytes), np.uint8)
+    memory[:] = 1
+    base = int(memory.ctypes.data)
+    region = Region(base, memory.nbytes, "DRAM", 0)
+    return NixlTransport(AgentName(name), [region]), base, memory
+
+
+def _receive(pipe: Connection, load: Load, repeat: int, environment: dict[str, str]) -> None:
+    agent, base, _memory = _open("limit-d", load, environment)
+    pipe.send((agent.metadata(), base))
+    agent.add_peer(pipe.recv())
+    agent.notify(AgentName("limit-p"), b"hello")
+    for _ in range(repeat):
+        while not agent.notifications():
+            pass
+        pipe.send(time.monotonic())
+    pipe.recv()
+
+
+def _send(
+    result: Connection, pipe: Connection, load: Load, repeat: int, environment: dict[str, str]
+) -> None:
+    agent, base, _memory = _open("limit-p", load, environment)
+    metadata, there = pipe.recv()
+    peer = agent.add_peer(metadata)
+    pipe.send(agent.metadata())
+    while not agent.notifications():
+        time.sleep(0.001)
+    source, destination = load.rows(base), load.rows(there)
+    took = []
+    for number in range(repeat):
+        began = time.monotonic()
+        agent.post(WriteId(number), peer, source, destination, ("DRAM", "DRAM"), b"done")
+        while agent.poll(WriteId(number)) != "done":
+            pass
+        while not pipe.poll(0):
+            agent.notifications()
+        took.append(pipe.recv() - began)
+    result.send(took[1:])  # the first one opens connections
