@@ -1,10 +1,14 @@
 """The decode side of a transfer: register, wait for every share, or drain.
 
     CONNECTING --linked--> WAITING --all shares landed--> ENDED (Received)
-        |                     |
-        | no peer, abandoned, | peer failed or lost, abandoned, out of patience
-        | out of patience     v
-        |                 DRAINING --every share quiet--> ENDED (ReceiveFailed)
+        |        ^            |
+        |        |            | peer failed or lost, abandoned, out of patience
+        |        |            v
+        |        +------- DRAINING --every share quiet--> ENDED (ReceiveFailed)
+        | never answered: the peer
+        | was restarted, or had lost us
+        |
+        | no peer, abandoned, out of patience
         +--> ENDED (ReceiveFailed)
 
 A *share* is what one prefill rank owes an attempt. It is *quiet* when no WRITE of that rank
@@ -43,7 +47,7 @@ class AttemptState(Enum):
 ATTEMPT_MOVES = {
     AttemptState.CONNECTING: {AttemptState.WAITING, AttemptState.ENDED},
     AttemptState.WAITING: {AttemptState.DRAINING, AttemptState.ENDED},
-    AttemptState.DRAINING: {AttemptState.ENDED},
+    AttemptState.DRAINING: {AttemptState.CONNECTING, AttemptState.ENDED},
     AttemptState.ENDED: set(),
 }
 
@@ -82,6 +86,9 @@ class Attempt:
     register: Register | None = None  # but for the link
     reason: str = ""
     reported: bool = False
+    sent: int = 0  # how often it was registered
+    again: bool = False  # to be connected anew once it is quiet
+    astray: bool = False  # that has happened, which it does once
     announced: bool = False  # bytes are on the way: poll quickly
     send_at: float = 0.0
     wait: float = 0.0
@@ -101,6 +108,11 @@ class Attempt:
     def draining(self) -> bool:
         """Whether nobody wants its bytes any more."""
         return self.state is AttemptState.DRAINING
+
+    @property
+    def answered(self) -> bool:
+        """Whether any prefill rank has said anything about it."""
+        return any(share.answered for share in self.shares.values())
 
     @property
     def unpacking(self) -> bool:

@@ -31,15 +31,24 @@ from neuron_push.rendezvous.reads import Reads
 FromPrefill = Registered | Soon | Done | Failed | Cancelled | Need | Return | Lend | Kept
 PUSHED, PULLED = (Done, Need, Return), (Lend, Kept)  # what only one kind of share may hear
 
+# A registration sent so often without an answer makes us ask who is there now: after 350 ms.
+DOUBTFUL = 4
+
 
 class Consumer:
-    """All attempts of this decode rank."""
+    """All attempts of this decode rank.
+
+    The core looks after `doubtful` (a prefill engine does not answer registrations) and `astray`
+    (attempts to be connected anew).
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.attempts: dict[int, Attempt] = {}
         self.landings = Landings(context)
         self.reads = Reads(context, self.landings)
+        self.doubtful: list[Attempt] = []
+        self.astray: list[Attempt] = []
 
     @property
     def announced(self) -> bool:
@@ -137,8 +146,12 @@ class Consumer:
                 if waiting:
                     self._fail(attempt, clip(message.reason), "prefill", now)
 
-    def link_lost(self, link: Link, reason: str, now: float) -> bool:
-        """A prefill rank is lost; returns whether bytes of it may still land."""
+    def link_lost(self, link: Link, reason: str, now: float, *, there: bool) -> bool:
+        """A prefill rank is lost; returns whether bytes of it may still land.
+
+        `there` says that its engine may be reached all the same: what it never answered is
+        registered anew.
+        """
         loud = False
         for attempt in list(self.attempts.values()):
             share = attempt.shares.get(link.id)
@@ -147,7 +160,13 @@ class Consumer:
             loud = loud or not share.quiet
             if attempt.state is AttemptState.WAITING:
                 text = f"prefill rank {link.rank} of {link.engine}: {reason}"
-                self._fail(attempt, text, "lost", now)
+                stray = there and not (attempt.answered or attempt.astray or attempt.wants_nothing)
+                if stray:
+                    self._drain(attempt, text, now)
+                    attempt.again = attempt.astray = True
+                    self._finish_drain(attempt)
+                else:
+                    self._fail(attempt, text, "lost", now)
         return loud
 
     def fenced(self, links: list[Link]) -> None:
@@ -299,6 +318,7 @@ class Consumer:
         """Give an attempt up: drain what may land, and report when the engine may act on it."""
         if attempt.state in (AttemptState.DRAINING, AttemptState.ENDED):
             if kind == "abandoned":
+                attempt.again = False
                 self._report(attempt)
             return
         attempt.reason = reason
@@ -310,20 +330,28 @@ class Consumer:
             self._report(attempt)
             self._forget(attempt)
             return
+        self._drain(attempt, reason, now)
+        if not attempt.command.hold_failure or kind == "abandoned":
+            self._report(attempt)
+        self._finish_drain(attempt)
+
+    def _drain(self, attempt: Attempt, reason: str, now: float) -> None:
         attempt.move(AttemptState.DRAINING)
         for share in attempt.shares.values():
             self.reads.stop(attempt, share)
+        attempt.reason = reason
         attempt.deadline = now + self._context.config.drain_timeout
         attempt.wait = self._context.config.resend
-        if not attempt.command.hold_failure or kind == "abandoned":
-            self._report(attempt)
         self._send_cancels(attempt, now)
-        self._finish_drain(attempt)
 
     def _finish_drain(self, attempt: Attempt) -> None:
         if attempt.state is not AttemptState.DRAINING:
             return
-        if not attempt.unpacking and all(share.quiet for share in attempt.shares.values()):
+        if attempt.unpacking or not all(share.quiet for share in attempt.shares.values()):
+            return
+        if attempt.again:
+            self._connect_anew(attempt)
+        else:
             attempt.move(AttemptState.ENDED)
             self._report(attempt)
             self._forget(attempt)
@@ -337,8 +365,18 @@ class Consumer:
             Tell(ReceiveFailed(command.attempt, command.request, attempt.reason, quiet))
         )
 
-    def _forget(self, attempt: Attempt) -> None:
-        del self.attempts[attempt.command.attempt]
+    def _connect_anew(self, attempt: Attempt) -> None:
+        """Nothing of a registration that was never answered can land: look for the engine again."""
+        self._context.note(f"attempt {attempt.command.attempt} looks again: {attempt.reason}")
+        attempt.move(AttemptState.CONNECTING)
+        self._leave(attempt)
+        attempt.again = False
+        attempt.reason = ""
+        attempt.sent = 0
+        attempt.deadline = attempt.began + attempt.command.patience
+        self.astray.append(attempt)
+
+    def _leave(self, attempt: Attempt) -> None:
         for share in attempt.shares.values():
             self.landings.quiet(attempt, share)
             share.link.sessions -= 1
@@ -346,6 +384,11 @@ class Consumer:
                 # Said once: prefill repeats its loan if this is lost, and then hears it again.
                 cancel = Cancel(attempt.command.attempt, clip(attempt.reason))
                 self._context.send(share.link, cancel)
+        attempt.shares.clear()
+
+    def _forget(self, attempt: Attempt) -> None:
+        del self.attempts[attempt.command.attempt]
+        self._leave(attempt)
         if attempt.command.pin >= 0:
             self._context.act(Tell(Unpinned(attempt.command.pin)))
 
@@ -359,6 +402,9 @@ class Consumer:
 
     def _send_registers(self, attempt: Attempt, now: float) -> None:
         assert attempt.register is not None
+        attempt.sent += 1
+        if attempt.sent == DOUBTFUL and not attempt.answered:
+            self.doubtful.append(attempt)
         for share in attempt.shares.values():
             if not share.answered:
                 register = replace(attempt.register, link=share.link.hello)

@@ -149,17 +149,32 @@ class Core:
         return "idle"
 
     def _take(self, now: float) -> list[Action]:
+        self._look_after(now)
         self._context.slabs.serve(now)
         actions, self._context.actions = self._context.actions, []
         return actions
 
     # ------------------------------------------------------------------ routes and links
 
+    def _look_after(self, now: float) -> None:
+        """Registrations that nobody answers: ask who is there, and go there."""
+        consumer = self.consumer
+        doubtful, consumer.doubtful = consumer.doubtful, []
+        for attempt in doubtful:
+            self._routes.doubt(attempt.command.prefill)
+        astray, consumer.astray = consumer.astray, []
+        for attempt in astray:
+            command = attempt.command
+            verdict = self._routes.want(command.attempt, command.prefill, command.engine, now)
+            self._link(verdict, now)
+
     def _receive(self, command: Receive, now: float) -> None:
         self.consumer.receive(command, now)
         self._link(self._routes.want(command.attempt, command.prefill, command.engine, now), now)
 
     def _engine_found(self, event: EngineFound, now: float) -> None:
+        for link in self._routes.replaced_at(event):
+            self._lose(link, "it was restarted", now, there=True)
         self._link(self._routes.found(event, now), now)
 
     def _engine_missing(self, event: EngineMissing, now: float) -> None:
@@ -221,15 +236,19 @@ class Core:
                           plan.way)  # fmt: skip
         context.act(Answer(event.token, welcome, context.generation, hello.metadata))
 
-    def _lose(self, link: Link, reason: str, now: float) -> None:
-        """A link is over: fail what depends on it, and fence it if bytes may be on the way."""
+    def _lose(self, link: Link, reason: str, now: float, *, there: bool = False) -> None:
+        """A link is over: fail what depends on it, and fence it if bytes may be on the way.
+
+        `there` says that its engine may well be there all the same.
+        """
         if link.lost:
             return
+        there = there or self._routes.answers(link)
         link.lost = reason
         self.links.drop(link)
         self._context.count("links_lost")
         self._context.note(f"{link.peer} rank {link.rank} of {link.engine} is lost: {reason}")
-        loud = self.consumer.link_lost(link, reason, now)
+        loud = self.consumer.link_lost(link, reason, now, there=there)
         loud = self.producer.link_lost(link) or loud
         self._link(self._routes.lost(link, reason), now)
         if loud:
@@ -265,7 +284,8 @@ class Core:
     def _unreachable(self, event: Unreachable, now: float) -> None:
         for link in self.links.find(event.agent):
             if event.agent == link.agent:
-                self._lose(link, event.reason, now)
+                # By a transport that knows: the agent is gone. Its engine may be back.
+                self._lose(link, event.reason, now, there=True)
 
     def _write_ended(self, event: WriteEnded, now: float) -> None:
         sending = self.producer.writes.sending(event.write)

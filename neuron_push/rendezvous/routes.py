@@ -53,6 +53,8 @@ class Route:
     began: float
     engine: str = ""
     ready: bool = False
+    doubted: bool = False  # who is there was asked again, since registrations go unanswered
+    answers: bool = False  # and its engine has answered
     waiting: list[int] = field(default_factory=list)  # attempts
     greetings: dict[int, Greeting] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
@@ -88,6 +90,28 @@ class Routes:
         """Whether some rank has not been heard for so long that nobody knows if it lives."""
         silence = self._context.config.silence
         return any(not link.sessions and now - link.spoke > silence for link in route.links)
+
+    def doubt(self, address: Address) -> None:
+        """Registrations go unanswered: ask who is there now."""
+        route = self._routes.get(address)
+        if route is not None and route.ready and not route.doubted:
+            route.doubted, route.answers = True, False
+            self._context.act(FindEngine(address))
+
+    def replaced_at(self, event: EngineFound) -> list[Link]:
+        """Links of a doubted route whose ranks are not there any more."""
+        route = self._routes.get(event.address)
+        if route is None or not route.doubted:
+            return []
+        route.doubted, route.answers = False, True
+        there = {(event.info.engine, rank.rank, rank.incarnation) for rank in event.info.ranks}
+        return [
+            link for link in route.links if (link.engine, link.rank, link.incarnation) not in there
+        ]
+
+    def answers(self, link: Link) -> bool:
+        """Whether an engine that leaves registrations unanswered has said that it is there."""
+        return any(route.answers for route in self._routes.values() if link in route.links)
 
     def engine_at(self, address: Address) -> str:
         """The engine id found at an address, or "" if that is not known."""
@@ -130,7 +154,10 @@ class Routes:
 
     def missing(self, address: Address, reason: str) -> Verdict | None:
         route = self._routes.get(address)
-        return self._fail(route, reason) if route and not route.ready else None
+        if route is not None and route.ready:
+            route.doubted = route.answers = False
+            return None
+        return self._fail(route, reason) if route else None
 
     def greeted(self, link: int, answer: Welcome | Refusal, now: float) -> Verdict | None:
         """A prefill rank answered; the route is ready when all have."""

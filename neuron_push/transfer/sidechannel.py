@@ -100,6 +100,10 @@ class SideChannel:
     def find(self, action: FindEngine, now: float) -> None:
         """Ask a prefill engine who it is; `seek` answers."""
         deadline = now + self._config.greeting_timeout
+        search = self._searches.get(action.address)
+        if search is not None:  # asked already, and not answered yet
+            search.deadline = deadline
+            return
         self._searches[action.address] = Search(action.address, deadline)
         self._ask(("find", action.address), action.address, Who(), now)
 

@@ -143,18 +143,6 @@ def transfer(scene, source, sink, name, blocks=FRESH, stamp=77, engine=""):
     scene.hears(source, "Unpinned", offered)
 
 
-def meets_again(scene, source, sink, name="again"):
-    """Peers of which one had given the other up find each other for good.
-
-    The request by which a rank learns that it was given up may fail; the next one must not.
-    """
-    try:
-        transfer(scene, source, sink, f"{name}, perhaps")
-    except AssertionError as error:
-        assert "DISCONNECT" in str(error) or "silent" in str(error), error
-    transfer(scene, source, sink, name, stamp=78)
-
-
 def nothing_left(scene, end):
     """Every session is over and every fence done."""
 

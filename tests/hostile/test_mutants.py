@@ -14,7 +14,7 @@ from neuron_push.rendezvous.core import Core
 from neuron_push.rendezvous.events import Closed
 from neuron_push.rendezvous.fence import Generations
 from neuron_push.transfer.agents import Agents
-from tests.hostile.scene import HIT, LARGE, half_landed, meets_again, transfer
+from tests.hostile.scene import HIT, LARGE, half_landed, transfer
 
 pytestmark = pytest.mark.real_nixl
 
@@ -135,5 +135,5 @@ def test_the_source_waits_for_a_late_fence(stage, late_fence):
     late_fence.set()
     scene.hears(p, "Unpinned", source)
     p.fill(HIT, 2)
-    meets_again(scene, p, d)
+    transfer(scene, p, d, "again")
     assert d.call("foreign", HIT, 1) == 0

@@ -15,7 +15,6 @@ from tests.hostile.scene import (
     SLACK,
     SMALL,
     half_landed,
-    meets_again,
     nothing_left,
     transfer,
 )
@@ -96,7 +95,7 @@ def test_a_decode_rank_that_falls(stage, point, fault):
         scene.hears(d, "Unpinned", attempt)
     else:
         d = scene.again(d)
-    meets_again(scene, p, d)
+    transfer(scene, p, d, "again")
     scene.finish()
     nothing_left(scene, p)
     nothing_left(scene, d)

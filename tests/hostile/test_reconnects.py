@@ -21,16 +21,27 @@ def test_a_restart_on_the_same_port(stage, side):
     scene = stage(silence=1.5, alive_interval=0.25)
     p, d = scene.child("P", "producer"), scene.child("D", "consumer")
     transfer(scene, p, d, "before")
-    if side == "prefill":
-        p = scene.again(p)
-        # Any engine takes longer than that to come back.
-        scene.flow(scene.config.silence)
-    else:
-        d = scene.again(d)
-    for number in range(3):
-        transfer(scene, p, d, f"after {number}")
+    for number in range(2):
+        p, d = (scene.again(p), d) if side == "prefill" else (p, scene.again(d))
+        transfer(scene, p, d, f"the first after {number}")
+        transfer(scene, p, d, f"the second after {number}")
     nothing_left(scene, p)
     nothing_left(scene, d)
+
+
+def test_requests_while_a_prefill_engine_hangs_are_told_and_those_after_it_succeed(stage):
+    scene = stage(silence=1.0, alive_interval=0.25, greeting_timeout=2.0)
+    p, d = scene.child("P", "producer"), scene.rank("D", "consumer")
+    transfer(scene, p, d, "warm")
+    p.stop()
+    p.wait_until("T")
+    for number in range(2):  # the second asks who is there while the first still does
+        attempt = d.want(f"during {number}", FRESH, p.address)
+        scene.hears(d, "ReceiveFailed", attempt)
+        scene.hears(d, "Unpinned", attempt)
+    p.go_on()
+    transfer(scene, p, d, "after")
+    assert d.tally("defects") == 0
 
 
 def test_engines_that_came_and_went_are_forgotten(stage):

@@ -22,6 +22,21 @@ from neuron_push.rendezvous.attempt import Attempt, AttemptState
 from neuron_push.rendezvous.events import Tell
 
 
+def look_again_before_the_fence(patch):
+    """Decode takes a registration that was never answered for one that was never heard."""
+
+    def link_lost(self, link, reason, now, *, there, original=consumer.Consumer.link_lost):
+        original(self, link, reason, now, there=True)
+        for attempt in list(self.attempts.values()):
+            if attempt.again:
+                for share in attempt.shares.values():
+                    share.quiet = True
+                self._finish_drain(attempt)
+        return False
+
+    patch.setattr(consumer.Consumer, "link_lost", link_lost)
+
+
 def free_on_timeout(patch):
     """Decode gives its blocks back when a cancellation is not confirmed in time."""
 
@@ -39,8 +54,8 @@ def free_on_timeout(patch):
 def free_when_the_link_is_lost(patch):
     """Decode takes a lost link for a fence."""
 
-    def link_lost(self, link, reason, now, original=consumer.Consumer.link_lost):
-        original(self, link, reason, now)
+    def link_lost(self, link, reason, now, *, there, original=consumer.Consumer.link_lost):
+        original(self, link, reason, now, there=there)
         self.fenced([link])
         return False
 
@@ -299,7 +314,8 @@ def give_a_loan_back_too_early(patch):
 MUTANTS = {
     mutant.__name__: mutant
     for mutant in (
-        free_on_timeout, free_when_the_link_is_lost, revive_ended_attempts,
+        look_again_before_the_fence, free_on_timeout, free_when_the_link_is_lost,
+        revive_ended_attempts,
         accept_registrations_of_earlier_links, count_instead_of_sets,
         unpin_a_source_under_a_write, moved_before_the_drain,
         join_a_rotation_too_late, cancelled_before_the_drain, post_again_after_preemption,

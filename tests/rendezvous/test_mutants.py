@@ -13,6 +13,7 @@ from tests.rendezvous.world import Violation
 SEEDS = 60
 # The kind of trouble that each defect needs.
 HUNTING_GROUNDS = {
+    "look_again_before_the_fence": "false deaths",
     "free_on_timeout": "rotation under load",
     "free_when_the_link_is_lost": "false deaths",
     "revive_ended_attempts": "reordering",

@@ -13,7 +13,7 @@ from tests.rendezvous.world import World
 ONE = Shape()
 
 
-def request(world, number):
+def request(world, number, within=0.5):
     """One request from P0 to D0; returns the attempt."""
     match = Match(f"t{number}", f"b{number}", f"prompt{number}".encode(), 21)
     decode, prefill = world.engines["D0"], world.engines["P0"]
@@ -21,7 +21,7 @@ def request(world, number):
     source = prefill.offer(match)
     prefill.settle(source, f"prompt{number}", 0, 21, 21, last=True)
     prefill.retire(source, "finished")
-    world.run(0.5)
+    world.run(within)
     return attempt
 
 
@@ -38,6 +38,59 @@ def test_the_next_request_succeeds_after_a_restart_on_the_same_port(name, shape)
         world.crash(name, restart_after=CONFIG.silence)
         world.run(1.0)
     assert request(world, 9).reported == {0: True}
+    world.settle_down()
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(2), Shape(1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["P0", "D0"])
+@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+def test_the_first_request_succeeds_even_right_after_a_restart(name, told, shape):
+    world = pair(shape)
+    for number in range(4):
+        world.chance = lambda chance: told and chance > 0  # whether transports know of the death
+        world.crash(name, restart_after=0.01)
+        world.run(0.1)
+        assert request(world, number, within=CONFIG.silence + 1.0).reported == {0: True}
+    world.settle_down()
+    assert world.counts["registrations", ""] < 40
+
+
+def test_a_prefill_engine_that_had_given_decode_up_is_greeted_again_for_the_first_request():
+    world = pair()
+    request(world, 1)
+    prefill = world.engines["P0"].processes[0]
+    (link,) = prefill.core.links
+    prefill.feed(Unreachable(link.agent, "injected"))
+    began = world.now
+    attempt = request(world, 2, within=2 * CONFIG.silence)
+    assert attempt.reported == {0: True} and world.now - began < 3 * CONFIG.silence
+    world.settle_down()
+
+
+def test_a_prefill_engine_that_is_gone_is_told_within_its_silence():
+    world = pair()
+    request(world, 1)
+    world.chance = lambda probability: False
+    world.crash("P0", restart_after=1e6)
+    decode = world.engines["D0"]
+    match = Match("t2", "b2", b"prompt2", 21)
+    attempt = decode.receive(match, "prompt2", "P0")
+    world.run(CONFIG.silence + 0.3)
+    assert attempt.reported == {0: False}
+
+
+def test_a_client_that_leaves_while_its_request_looks_again_is_told_at_once():
+    world = pair()
+    request(world, 1)
+    world.chance = lambda probability: False
+    world.crash("P0", restart_after=0.01)
+    attempt = world.engines["D0"].receive(Match("t2", "b2", b"prompt2", 21), "prompt2", "P0")
+    core = world.engines["D0"].processes[0].core
+    while not any(each.again for each in core.consumer.attempts.values()):
+        world.step()
+    world.engines["D0"].abandon(attempt)
+    world.run(0.01)
+    assert attempt.reported == {0: False}
     world.settle_down()
 
 
