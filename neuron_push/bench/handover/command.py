@@ -197,4 +197,5 @@ def _numbers(name: str, each: dict[str, Any]) -> str:
         writing = f"write {each['write_ms']:.1f}, {each['copies']} copies"
         return f"{'':>19}{each['total_ms']:>11.1f}  {writing}"
     parts = ", ".join(f"{part} {value:.1f}" for part, value in each.get("parts_ms", {}).items())
-    return f"{each['handover_ms']:>10.1f}{each['p90_ms']:>9.1f}{each['first_token_ms']:>11.1f}  {parts}"
+    times = f"{each['handover_ms']:>10.1f}{each['p90_ms']:>9.1f}{each['first_token_ms']:>11.1f}"
+    return f"{times}  {parts}"

@@ -49,7 +49,7 @@ def measure(transfers: int) -> list[float]:
         prefill, decode = pipes
         address = _hear(prefill)
         _hear(decode)
-        watched = np.frombuffer(memory.buf, np.uint8)
+        watched = _bytes(memory)
         try:
             return [
                 _one(number, prefill, decode, address, watched) for number in range(transfers + 3)
@@ -82,6 +82,11 @@ def _one(
     landed = time.monotonic()
     told: float = _hear(decode)
     return max(0.0, told - landed)
+
+
+def _bytes(memory: SharedMemory) -> Bytes:
+    assert memory.buf is not None
+    return np.frombuffer(memory.buf, np.uint8)
 
 
 def _hear(pipe: Connection) -> Any:
@@ -117,7 +122,7 @@ def _prefill(pipe: Connection, _: str) -> None:
 def _decode(pipe: Connection, name: str) -> None:
     """Tells when it has everything, transfer by transfer."""
     memory = SharedMemory(name=name)
-    rank = _rank("kv_consumer", np.frombuffer(memory.buf, np.uint8))
+    rank = _rank("kv_consumer", _bytes(memory))
     pipe.send(None)
     while True:
         transfer, address = pipe.recv()

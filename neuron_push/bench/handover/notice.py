@@ -114,7 +114,6 @@ def delays(tracks: Sequence[Track]) -> dict[str, float]:
             elif event.name == "received":
                 received[event.transfer] = event.at
     found = {name: received[name] - landed[name] for name in received.keys() & landed.keys()}
-    if not found and tracks:
-        if not any(track.tracing for track in tracks):
-            raise NeuronPushError("no process of the fleet traces")
+    if not found and not any(track.tracing for track in tracks):
+        raise NeuronPushError("no process of the fleet traces")
     return found

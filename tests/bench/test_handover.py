@@ -1,0 +1,93 @@
+"""What lies between the engines: from records, moments and traces to figures."""
+
+import json
+
+import numpy as np
+import pytest
+
+from neuron_push.bench.handover import command, drive, limit, notice
+from neuron_push.bench.sweep import measure, proxy, results
+from neuron_push.bench.sweep.measure import Moment, Moments
+from neuron_push.errors import NeuronPushError
+from neuron_push.protocol import TraceEvent
+from neuron_push.trace.collect import Clock, Track
+
+
+def track(*events, tracing=True):
+    made = [TraceEvent(at, name, transfer, "", seconds) for name, transfer, at, seconds in events]
+    return Track("x", Clock(0, 0), made, tracing=tracing)
+
+
+def test_a_notice_counts_from_the_return_of_the_last_post():
+    prefill = track(("posted", "a", 1.0, 0.1), ("posted", "a", 2.0, 0.2), ("posted", "b", 3.0, 0))
+    decode = track(("received", "a", 2.203, 0), ("received", "c", 9.0, 0))
+    assert notice.delays([prefill, decode]) == {"a": pytest.approx(0.003)}
+
+
+def test_a_fleet_that_does_not_trace_is_said_to_be_so():
+    with pytest.raises(NeuronPushError, match="traces"):
+        notice.delays([track(tracing=False)])
+
+
+def test_moments_are_read_from_where_the_file_ended_and_by_the_clients_id(tmp_path):
+    path = tmp_path / "P-0.moments.jsonl"
+    path.write_text(json.dumps(["cmpl-old-0", 1.0, 2.0]) + "\n")
+    look = Moments(path)
+    with path.open("a") as file:
+        file.write(json.dumps(["cmpl-abc-0-1a2b3c4d", 3.0, 4.0]) + "\n" + '["cmpl-half')
+    assert look.read() == {"abc": Moment(3.0, 4.0)}
+
+
+def test_a_handover_lies_between_what_the_two_devices_saw():
+    own = results.Own(column="push", repeat=1, seed=1)
+    records = [
+        proxy.Record(request="a", client="c", arrived=0.0, prefilled=1.0, first=1.5),
+        proxy.Record(request="b", client="c", arrived=0.0, error="x"),
+    ]
+    seen = {"prefill": {"a": Moment(0.5, 0.9)}, "decode": {"a": Moment(1.1, 1.2)}}
+    measure.handovers(own, records, seen)
+    assert own.handover == pytest.approx([0.2])
+    assert own.handover_token == pytest.approx([0.3])
+    assert own.handover_client == pytest.approx([0.5])
+
+
+def test_a_run_is_unfit_by_its_own_share_and_not_by_what_was_before():
+    before = {"modelled_seconds": 10.0, "own_seconds": 9.0, "late_seconds": 9.0, "wrong_rows": 0}
+    after = {"modelled_seconds": 20.0, "own_seconds": 10.0, "late_seconds": 9.5, "wrong_rows": 0}
+
+    def named(summary, **more):
+        return {"P-0.json": {"name": "P-0", **summary, **more}}
+
+    assert measure.unfit(named(before), named(after)) == []
+    late = measure.unfit(named(before), named(after, late_seconds=12.0))
+    assert len(late) == 1 and "late" in late[0]
+    assert "3 wrong rows" in measure.unfit(named(before), named(after, wrong_rows=3))[0]
+
+
+@pytest.mark.parametrize(("scattered", "copies"), [(False, 4), (True, 4 * 8)])
+def test_the_limit_moves_the_bytes_that_are_left_whatever_their_arrangement(scattered, copies):
+    load = limit.Load(tokens=120, layers=4, page_bytes=64, block_tokens=16, scattered=scattered)
+    rows = load.rows(1 << 20)
+    assert load.pages == 8 and load.nbytes == 4 * 8 * 64
+    assert len(rows) == copies and rows[:, 1].sum() == load.nbytes
+    ends = rows[:, 0] + rows[:, 1]
+    assert rows[:, 0].min() >= 1 << 20 and ends.max() <= (1 << 20) + 2 * load.nbytes
+    assert len(np.unique(rows[:, 0])) == copies
+    if scattered:  # no two are neighbours
+        assert not np.isin(ends, rows[:, 0]).any()
+
+
+def test_the_table_shows_every_case_and_the_parts():
+    figures = {"contiguous": {"1024": {
+        "push": {"handover_ms": 12.3, "p90_ms": 15.0, "first_token_ms": 18.0,
+                 "parts_ms": {"wire": 9.9}},
+        "limit": {"total_ms": 14.0, "write_ms": 8.4, "copies": 64},
+    }}}  # fmt: skip
+    _, push, least = command._lines(figures)
+    assert "12.3" in push and "wire 9.9" in push
+    assert "write 8.4, 64 copies" in least
+
+
+def test_figures_are_medians_in_milliseconds():
+    found = drive.milliseconds([0.001, 0.002, 0.1])
+    assert (found["p50_ms"], found["n"]) == (2.0, 3)
