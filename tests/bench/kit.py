@@ -9,7 +9,7 @@ PREFILL = {"profile": "qwen3-32b-tp8-p5en"}
 
 def write(folder, column, cell, repeat, ttft, tpot=0.006, *, fragmented=False, unfit=(), count=4):
     """One file of `count` equal requests; times in seconds."""
-    run = Run(column, cell, repeat)
+    run = Run(column, cell, repeat, fragmented)
     document = {
         "completed": count, "failed": 0, "num_prompts": count, "ttfts": [ttft] * count,
         "request_throughput": cell.qps, "duration": 1.0, "mean_ttft_ms": ttft * 1e3,

@@ -31,6 +31,11 @@ def test_files_have_the_published_names():
     }  # fmt: skip
 
 
+def test_scattered_blocks_have_files_of_their_own():
+    (run,) = rounds(["push"], CELLS[:1], 1, together=True, fragmented=True)
+    assert run.file == "push-fragmented_qps1_in1024_out64_iter1.json"
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_every_round_measures_every_column_in_every_cell_once(together):
     runs = list(rounds(DEFAULT, CELLS, 3, together=together))

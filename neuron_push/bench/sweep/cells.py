@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from neuron_push.errors import ConfigError
+
+# Added to a mode's name where blocks were scattered first.
+FRAGMENTED: Final = "-fragmented"
 
 
 @dataclass(frozen=True, order=True)
@@ -29,11 +33,13 @@ class Run:
     column: str
     cell: Cell
     repeat: int
+    fragmented: bool = False
 
     @property
     def file(self) -> str:
         """<mode>_qps<q>_in<in>_out<out>_iter<i>.json"""
-        return f"{self.column}_{self.cell.name}_iter{self.repeat}.json"
+        mode = f"{self.column}{FRAGMENTED if self.fragmented else ''}"
+        return f"{mode}_{self.cell.name}_iter{self.repeat}.json"
 
     @property
     def seed(self) -> int:
@@ -61,7 +67,8 @@ def parse(texts: Sequence[str], output: int) -> list[Cell]:
 
 
 def rounds(
-    columns: Sequence[str], cells: Sequence[Cell], repeats: int, *, together: bool
+    columns: Sequence[str], cells: Sequence[Cell], repeats: int, *, together: bool,
+    fragmented: bool = False,
 ) -> Iterator[Run]:
     """All runs in order, interleaved.
 
@@ -73,6 +80,7 @@ def rounds(
         turn = (repeat - 1) % len(columns)
         order = [*columns[turn:], *columns[:turn]]
         if together:
-            yield from (Run(column, cell, repeat) for cell in cells for column in order)
+            pairs = [(column, cell) for cell in cells for column in order]
         else:
-            yield from (Run(column, cell, repeat) for column in order for cell in cells)
+            pairs = [(column, cell) for column in order for cell in cells]
+        yield from (Run(column, cell, repeat, fragmented) for column, cell in pairs)

@@ -89,7 +89,7 @@ def _emulated(
     needed = engines.memory_needed(kinds, template, KV_BYTES.get(template.model, 32 << 10))
     together = not args.one_pair and needed < engines.memory_free()
     runs, skipped = _left(args, cells.rounds(
-        list(chosen), wanted, args.repeats, together=together
+        list(chosen), wanted, args.repeats, together=together, fragmented=args.fragmented
     ))  # fmt: skip
     print(f"{len(runs)} runs of {args.seconds:g} s, {skipped} done before; results in {args.out}")
     if not runs:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from neuron_push.bench.sweep.cells import Cell, Run
+from neuron_push.bench.sweep.cells import FRAGMENTED, Cell, Run
 from neuron_push.errors import ConfigError
 
 NAME: Final = re.compile(
@@ -96,8 +96,10 @@ def read(path: Path) -> Result:
         result = msgspec.json.decode(path.read_bytes(), type=Result)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    if result.neuron_push.column != named["column"]:
-        raise ConfigError(f"{path} says that it is of {result.neuron_push.column}")
+    own = result.neuron_push
+    mode = f"{own.column}{FRAGMENTED if own.fragmented else ''}"
+    if mode != named["column"]:
+        raise ConfigError(f"{path} says that it is of {mode}")
     result.cell = Cell(int(named["input"]), float(named["qps"]), int(named["output"]))
     result.name = path.name
     return result
