@@ -46,6 +46,8 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             "sweep": Command(
                 "neuron_push.bench.sweep.command", "TTFT and TPOT over lengths, rates"
             ),
+            "plot": Command("neuron_push.bench.sweep.plot", "charts of a sweep"),
+            "report": Command("neuron_push.bench.sweep.report", "a page of a sweep, with verdicts"),
             "handover": Command("neuron_push.bench.handover.command", "from prefill to decode"),
             "notice": Command("neuron_push.bench.handover.notice", "how soon decode is told"),
             "transform": Command("neuron_push.bench.transform", "cost of packing and unpacking"),

@@ -67,7 +67,11 @@ def parse(texts: Sequence[str], output: int) -> list[Cell]:
 
 
 def rounds(
-    columns: Sequence[str], cells: Sequence[Cell], repeats: int, *, together: bool,
+    columns: Sequence[str],
+    cells: Sequence[Cell],
+    repeats: int,
+    *,
+    together: bool,
     fragmented: bool = False,
 ) -> Iterator[Run]:
     """All runs in order, interleaved.
