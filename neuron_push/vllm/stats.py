@@ -25,7 +25,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "registrations": ("Registrations sent (decode) or accepted (prefill).", ""),
     "bytes": ("Bytes of KV posted in WRITEs (prefill).", ""),
     "copies": ("Copies (descriptors) posted in WRITEs (prefill).", ""),
-    "received_bytes": ("Bytes of KV whose arrival was notified (decode).", ""),
+    "received_bytes": ("Bytes of KV that were notified or READ (decode).", ""),
     "sends": ("Transfers that ended on the prefill side.", "outcome"),
     "receives": ("Transfers that ended on the decode side.", "outcome"),
     "cancellations": ("Transfers given up, by who or what gave them up.", "reason"),

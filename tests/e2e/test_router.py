@@ -17,10 +17,13 @@ from tests.e2e.fleet import MODEL, Fleet
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture
-async def router(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Server]:
+@pytest.fixture(params=["push"])
+async def router(
+    request: pytest.FixtureRequest, fleet: Fleet, tmp_path: Path
+) -> AsyncIterator[Server]:
     (port,) = free_ports(1)
     words = [sys.executable, "-m", "neuron_push.cli", "router", "--port", str(port)]
+    words += ["--mode", request.param]
     for engine in (fleet.prefill, fleet.decode):
         words += [f"--{engine.name}", f"{engine.url}#side={engine.side_port}"]
     server = Server("router", words, port, tmp_path / "router.log")
@@ -52,15 +55,21 @@ async def test_a_real_token_makes_the_router_ready(router, client):
         assert answer.status == 200, await answer.text()
 
 
-async def test_answers_are_those_of_one_engine_and_say_that_they_were_pushed(fleet, router, client):
+@pytest.mark.parametrize(
+    ("router", "shown"), [("push", "disagg"), ("pull", "pull")], indirect=["router"]
+)
+async def test_answers_are_those_of_one_engine_and_say_how_they_came(fleet, router, client, shown):
     tokens = prompt()
+    lent = await fleet.metric(fleet.prefill, "neuron_push_sends_total", outcome="lent")
     body = {"model": MODEL, "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     async with client.post(f"{router.url}/v1/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
-        assert answer.headers["x-neuron-push-mode"] == "disagg"
-        pushed = (await answer.json())["choices"][0]["text"]
+        assert answer.headers["x-neuron-push-mode"] == shown
+        found = (await answer.json())["choices"][0]["text"]
+    read = await fleet.metric(fleet.prefill, "neuron_push_sends_total", outcome="lent") - lent
+    assert read == (shown == "pull")
     async with client.post(f"{fleet.prefill.url}/v1/completions", json=body) as answer:
-        assert (await answer.json())["choices"][0]["text"] == pushed
+        assert (await answer.json())["choices"][0]["text"] == found
 
 
 async def test_free_blocks_and_pairs_are_shown(router, client):
