@@ -7,19 +7,48 @@ lays the clocks of all processes over each other.
 
 from __future__ import annotations
 
+import re
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from neuron_push.protocol import EventBatch, TraceEvent
 
-__all__ = ["MOST_BATCH", "Ring", "batch_of"]
+__all__ = ["MOST_BATCH", "Ring", "TraceContext", "batch_of"]
 
 # Events in one answer: about 400 KiB, far below the side channel's limit.
 MOST_BATCH: Final = 4096
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+
+
+class TraceContext(NamedTuple):
+    """A span in a trace, as the W3C's traceparent header names it."""
+
+    trace: str  # 32 hexadecimal digits
+    span: str  # 16
+    flags: str = "01"  # sampled
+
+    @classmethod
+    def parse(cls, header: str) -> TraceContext | None:
+        """A traceparent header's span; None for one that is malformed or names nothing."""
+        found = _TRACEPARENT.match(header.strip().lower())
+        if found is None or not int(found[1], 16) or not int(found[2], 16):
+            return None
+        return cls(*found.groups())
+
+    @classmethod
+    def below(cls, parent: TraceContext | None) -> TraceContext:
+        """A new span below `parent`, or of a trace of its own."""
+        trace = parent.trace if parent else secrets.token_hex(16)
+        return cls(trace, secrets.token_hex(8), parent.flags if parent else "01")
+
+    def __str__(self) -> str:
+        return f"00-{self.trace}-{self.span}-{self.flags}"
 
 
 class Ring:

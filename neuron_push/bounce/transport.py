@@ -83,8 +83,8 @@ class StagedTransport(Wrapped):
         self._advance(write)
 
     def poll(self, write: WriteId) -> WriteState:
-        """Drive one WRITE; a slot that it has is free once it is done."""
-        return self._advance(write)
+        """Drive one transfer; the slot that a WRITE has is free once it is done."""
+        return self._advance(write) if write in self._posts else self._inner.poll(write)
 
     def close(self) -> None:
         """Destroy the agent; its slots are free afterwards."""
@@ -94,9 +94,7 @@ class StagedTransport(Wrapped):
         self._posts.clear()
 
     def _advance(self, write: WriteId) -> WriteState:
-        post = self._posts.get(write)
-        if post is None:
-            raise ProtocolError(f"WRITE {write} is not in flight")
+        post = self._posts[write]
         if post.inner is not None:
             if self._inner.poll(post.inner) == "pending":
                 return "pending"
@@ -120,7 +118,7 @@ class StagedTransport(Wrapped):
             post.slot = post.slot or self._slots.free.pop()
             source = self._stage(source, post.slot)
         post.parts.popleft()
-        number = WriteId(next(self._numbers))
+        number = WriteId(-next(self._numbers))  # beside the core's own, which are positive
         payload = b"" if post.parts else post.payload
         self._inner.post(number, post.peer, source, destination, post.memory, payload)
         post.inner = number

@@ -53,6 +53,8 @@ def admit_register(link: Link, message: Register, context: Context, now: float) 
     if message.pull and config.mode == "push":
         raise PeerError('this prefill engine is set to "mode": "push" and lends no blocks')
     blocks: tuple[Blocks, ...] = ()
+    if message.pull and config.host_staging:
+        raise PeerError("this prefill engine has host_staging on: push, its pages cannot be READ")
     if message.pull and message.blocks:
         raise PeerError("a registration to pull names blocks to WRITE into")
     if not message.pull:

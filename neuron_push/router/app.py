@@ -52,6 +52,7 @@ class Router:
             decode=[Engine("decode", place) for place in settings.decode],
             prefill_policy=policies.make(settings.prefill_policy, preferred),
             decode_policy=policies.make(settings.decode_policy, preferred),
+            incast=settings.incast,
         )
         size = settings.trace_events
         self.flights = Flights(Ring(size, "router") if size else None)

@@ -17,6 +17,7 @@ from neuron_push.router import policies
 from neuron_push.router.app import make_app
 from neuron_push.router.discovery import File, Source
 from neuron_push.router.dispatch import Rules
+from neuron_push.router.fleet import Incast
 from neuron_push.router.ingress import Keys
 from neuron_push.router.kubernetes import Cluster, Endpoints
 from neuron_push.router.legs import Limits
@@ -90,6 +91,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add("--max-body", type=int, default=Settings.most_body, help="longest request, bytes")
     add("--max-in-flight", type=int, default=0, help="requests at once; 0: no limit")
     add("--max-per-tenant", type=int, default=0, help="requests of one key at once; 0: no limit")
+    add(
+        "--max-transfers-into", type=int, default=0,
+        help="requests whose KV is on its way to one decode engine; more wait; 0: no limit",
+    )  # fmt: skip
+    add(
+        "--max-transfers-from", type=int, default=0,
+        help="the same for one prefill engine",
+    )  # fmt: skip
     add("--connect-timeout", type=float, default=limits.connect)
     add("--prefill-timeout", type=float, default=limits.prefill, help="queueing included")
     add(
@@ -101,7 +110,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="for the KV to reach the decode engine; default: the engine's own patience",
     )  # fmt: skip
     add("--deadline", type=float, help="from arrival to the first byte; default: none")
-    add("--room-timeout", type=float, default=Rules.room, help="waiting for free KV blocks")
+    add(
+        "--room-timeout",
+        type=float,
+        default=Rules.room,
+        help="waiting for free KV blocks or transfers",
+    )
     add("--drain", type=float, default=30.0, help="for requests under way when told to stop")
 
 
@@ -133,6 +147,7 @@ def settings(args: argparse.Namespace) -> Settings:
         prefill_policy=args.prefill_policy,
         decode_policy=args.decode_policy,
         preferred=[_device_pair(text) for text in args.prefer],
+        incast=Incast(args.max_transfers_into, args.max_transfers_from),
         most_body=args.max_body,
         most_in_flight=args.max_in_flight,
         most_per_tenant=args.max_per_tenant,
@@ -152,7 +167,15 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be greater than 0")
-    counts = ("max_in_flight", "max_per_tenant", "local_below", "retries", "trace_events")
+    counts = (
+        "max_transfers_into",
+        "max_transfers_from",
+        "max_in_flight",
+        "max_per_tenant",
+        "local_below",
+        "retries",
+        "trace_events",
+    )
     for name in ("canary", "room_timeout", "drain", *counts):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")

@@ -115,7 +115,7 @@ class Dispatcher:
             with suppress(NoRoom):
                 return pick()
         limit = flight.budget(self._rules.room)
-        reason = NoRoom(f"no decode engine had KV blocks free within {limit:.3g} s")
+        reason = NoRoom(f"no engine had room within {limit:.3g} s")
         self._metrics.waiting.inc()
         try:
             async with asyncio.timeout(limit), self._queue:
@@ -155,17 +155,22 @@ class Dispatcher:
         flight.attempts += 1
         self._flights.chosen(flight)
         drained = False
+        if route.kind != "local":
+            flight.moves(route.prefill)
+            flight.moves(route.decode)
         if route.decode is not None:
             self._take(route.decode, flight)
         opened: Opened | None = None
         try:
             opened = await self._open(flight)
+            flight.moved()
             response = await self._relay(flight, request, opened.answer)
             drained = True
         except LegFailed as failure:
             self._failed(flight, failure)
             raise
         finally:
+            flight.moved()
             if opened is not None:
                 opened.answer.close()
             if route.decode is not None:
@@ -216,6 +221,7 @@ class Dispatcher:
         prefill = route.prefill
         pair = await self._with_room(flight, lambda: self._fleet.choose_decode(job, prefill))
         route.decode = pair.decode
+        flight.moves(pair.decode)
         self._take(pair.decode, flight)
         return pair.decode
 

@@ -37,6 +37,8 @@ class Engine:
     in_flight: int = 0
     # Prompt tokens of the prefill legs in flight.
     tokens: int = 0
+    # Dispatches to it whose first byte has not come: their KV is on its way, or will be.
+    moving: int = 0
     restarts: int = 0
     # Position in the order of dispatches, for the least recently used one among equals.
     last_used: int = 0
@@ -180,6 +182,7 @@ class Engine:
             "ready": not self.trouble,
             "trouble": self.trouble or None,
             "in_flight": self.in_flight,
+            "moving": self.moving,
             "load": round(self.load, 1),
             "restarts": self.restarts,
             "free_blocks": info.free_blocks if info else -1,

@@ -35,7 +35,29 @@ class NoPair(Exception):
 
 
 class NoRoom(NoPair):
-    """Pairs would do, but no decode engine has KV blocks free for this request now."""
+    """Pairs would do, but not now: no KV blocks are free, or too much KV is on its way."""
+
+
+@dataclass(frozen=True)
+class Incast:
+    """How many transfers of KV may meet at one engine; 0 is no limit.
+
+    Many senders into one receiver overrun its links: each transfer takes longer than all of them
+    one after another would. What is over the limit waits in the router.
+    """
+
+    into: int = 0
+    out_of: int = 0
+
+    def open(self, leg: Leg, engines: Sequence[Engine]) -> Sequence[Engine]:
+        """Those that may take part in one more transfer; raises NoRoom."""
+        limit = self.into if leg == "decode" else self.out_of
+        if not limit:
+            return engines
+        found = [engine for engine in engines if engine.moving < limit]
+        if not found:
+            raise NoRoom(f"{limit} transfers are under way at every {leg} engine")
+        return found
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,7 @@ class Fleet:
         *,
         prefill_policy: Policy | None = None,
         decode_policy: Policy | None = None,
+        incast: Incast | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.prefill: list[Engine] = []
@@ -65,6 +88,7 @@ class Fleet:
             "prefill": prefill_policy or PowerOfTwo(),
             "decode": decode_policy or PowerOfTwo(),
         }
+        self._incast = incast or Incast()
         self._clock = clock
         self._dispatches = itertools.count(1)
         self._kinds: list[Kind] | None = None
@@ -128,7 +152,8 @@ class Fleet:
         if not engines:
             raise NoPair("no prefill/decode pair is usable: " + self._reasons())
         job.partner = None
-        return self._policies["prefill"].choose(job, _without(tuple(engines), job))
+        free = self._incast.open("prefill", _without(tuple(engines), job))
+        return self._policies["prefill"].choose(job, free)
 
     def choose_decode(self, job: Job, prefill: Engine) -> Pair:
         """The decode engine for a prompt that `prefill` holds; raises NoPair or NoRoom."""
@@ -140,6 +165,7 @@ class Fleet:
         engines = self._rested(
             _without(kind.decode, job), lambda decode: Pair(prefill, decode), job
         )
+        engines = self._incast.open("decode", engines)
         return self._chosen(Pair(prefill, self._with_room(job, engines)))
 
     def choose_local(self, job: Job) -> Engine:
@@ -161,7 +187,7 @@ class Fleet:
                 engine for engine in engines if resting[engine] < len(self._kind_of[engine].prefill)
             ]
             engines = paired or engines
-        return self._with_room(job, engines)
+        return self._with_room(job, self._incast.open("decode", engines))
 
     def _with_room(self, job: Job, engines: Sequence[Engine]) -> Engine:
         """The policy's choice, and where that has no room, its choice among those that have."""
@@ -178,7 +204,7 @@ class Fleet:
         return policy.choose(job, roomy)
 
     def _partners(self, kind: Kind, decode: Engine, job: Job) -> Sequence[Engine]:
-        engines = _without(kind.prefill, job)
+        engines = self._incast.open("prefill", _without(kind.prefill, job))
         return self._rested(engines, lambda prefill: Pair(prefill, decode), job)
 
     def _rested(
@@ -288,4 +314,4 @@ def _without(engines: tuple[Engine, ...], job: Job) -> Sequence[Engine]:
     return [engine for engine in engines if engine not in job.excluded] or engines
 
 
-__all__ = ["Fleet", "Kind", "NoPair", "NoRoom", "Pair", "objections"]
+__all__ = ["Fleet", "Incast", "Kind", "NoPair", "NoRoom", "Pair", "objections"]

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from neuron_push.router import bodies
 from neuron_push.router.engines import Engine
 from neuron_push.router.jobs import Job
-from neuron_push.tracing import Ring
+from neuron_push.tracing import Ring, TraceContext
 
 Kind = Literal["push", "pull", "local"]
 # What the response header and the counter call each.
@@ -54,6 +54,11 @@ class Flight:
     # waiting, prefill, transfer, decode
     phase: str = "waiting"
     first_byte: float | None = None
+    # Engines between which its KV moves, until its first byte comes.
+    moving: list[Engine] = field(default_factory=list)
+    # The client's span and ours below it, while this router traces; engines' lie below ours.
+    parent: TraceContext | None = None
+    span: TraceContext | None = None
 
     @property
     def chat(self) -> bool:
@@ -66,6 +71,18 @@ class Flight:
             return kv
         left = max(0.001, self.deadline - time.monotonic())
         return left if kv is None else min(kv, left)
+
+    def moves(self, engine: Engine | None) -> None:
+        """Its KV leaves this engine, or comes to it."""
+        if engine is not None:
+            engine.moving += 1
+            self.moving.append(engine)
+
+    def moved(self) -> None:
+        """Its KV is where it belongs, or will never be. Idempotent."""
+        for engine in self.moving:
+            engine.moving -= 1
+        self.moving.clear()
 
     def report(self, now: float) -> dict[str, Any]:
         """For people and scripts."""
@@ -94,8 +111,12 @@ class Flights:
         self._slow: deque[dict[str, Any]] = deque(maxlen=MOST_SLOW)
 
     def begin(self, flight: Flight) -> None:
-        """A request has come."""
+        """A request has come; while tracing, engines hear of a span of ours."""
         self._flights.add(flight)
+        if self.ring is not None:
+            flight.parent = TraceContext.parse(flight.headers.get("traceparent", ""))
+            flight.span = TraceContext.below(flight.parent)
+            flight.headers["traceparent"] = str(flight.span)
 
     def end(self, flight: Flight) -> None:
         """It has been answered, well or not. Idempotent."""
@@ -117,6 +138,12 @@ class Flights:
         engines = [e.info.engine for e in (route.prefill, route.decode) if e and e.info]
         self.ring.add("arrived", route.transfer, flight.request, at=flight.arrived)
         self.ring.add("chosen", route.transfer, f"{route.kind} {' '.join(engines)}")
+        if flight.span is not None:
+            # A later attempt gets a span of its own, below that of the request.
+            first = flight.attempts == 1
+            above = flight.parent if first else flight.span
+            own = flight.span if first else TraceContext.below(flight.span)
+            self.ring.add("trace context", route.transfer, f"{own} {above or ''}")
 
     def report(self) -> dict[str, Any]:
         """Everything under way, the oldest first, and what was slow."""

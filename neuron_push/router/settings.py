@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ssl import SSLContext
 
 from neuron_push.router.dispatch import Rules
+from neuron_push.router.fleet import Incast
 from neuron_push.router.ingress import Keys
 from neuron_push.router.legs import Limits
 from neuron_push.router.places import Place
@@ -24,6 +25,7 @@ class Settings:
     decode_policy: str = "power_of_two"
     preferred: Sequence[tuple[str, str]] = ()
     """Device pairs (prefill, decode), the best first; others are used when these are full."""
+    incast: Incast = field(default_factory=Incast)
     most_body: int = 64 << 20
     """Longest request body; longer ones are answered 413."""
     most_in_flight: int = 0

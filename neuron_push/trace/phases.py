@@ -14,6 +14,7 @@ from typing import Final
 
 from neuron_push.protocol import TraceEvent
 from neuron_push.trace.collect import Track
+from neuron_push.tracing import TraceContext
 
 # In order, with what each means and on whose line it is drawn.
 PHASES: Final[Mapping[str, tuple[str, str]]] = {
@@ -55,6 +56,9 @@ class Request:
     phases: list[Phase] = field(default_factory=list)
     outcome: str = "ok"
     nbytes: float = 0.0
+    # Its own span and the one above it, if the router traced.
+    span: TraceContext | None = None
+    parent: TraceContext | None = None
 
     @property
     def start(self) -> float:
@@ -98,6 +102,9 @@ def _request(transfer: str, events: Sequence[TraceEvent]) -> Request:
         e.name for e in events if "failed" in e.name or e.name in ("retried", "write broken")
     ]
     found.outcome = failures[-1] if failures else "ok"
+    if "trace context" in first:
+        own, _, above = first["trace context"].detail.partition(" ")
+        found.span, found.parent = TraceContext.parse(own), TraceContext.parse(above)
     found.nbytes = sum(event.value for event in events if event.name == "notified")
     found.phases = _chain(_marks(first, last))
     return found

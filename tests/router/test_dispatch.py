@@ -7,9 +7,11 @@ import aiohttp
 import pytest
 
 from neuron_push.router import dispatch as dispatch_module
+from neuron_push.router.fleet import Incast
 from neuron_push.router.legs import LegFailed, Limits
+from neuron_push.tracing import TraceContext
 from tests.router import fleet
-from tests.router.fleet import STREAM, error_in, fails, never, routed
+from tests.router.fleet import STREAM, error_in, fails, never, routed, until
 
 
 async def both_calls(routed_fleet):
@@ -73,6 +75,64 @@ async def test_every_dispatch_has_a_transfer_id_of_its_own_even_under_one_reques
         calls = [await both_calls(f) for _ in range(3)]
         assert all(p.params["transfer_id"] == d.params["transfer_id"] for p, d in calls)
         assert len({p.params["transfer_id"] for p, _ in calls}) == 3
+
+
+TRACEPARENT = f"00-{'ab' * 16}-{'12' * 8}-01"
+
+
+@pytest.mark.parametrize("given", [TRACEPARENT, ""])
+async def test_a_tracing_router_puts_a_span_between_the_client_and_both_engines(given):
+    async with routed(trace_events=64) as f:
+        async with f.post(headers={"traceparent": given} if given else {}) as answer:
+            assert answer.status == 200
+        prefill, decode = await both_calls(f)
+        sent = TraceContext.parse(prefill.headers["traceparent"])
+        assert prefill.headers["traceparent"] == decode.headers["traceparent"] != given
+        (event,) = [e for e in f.router.flights.ring.batch().events if e.name == "trace context"]
+        assert event.detail == f"{sent} {given}"
+        if given:
+            assert sent.trace == "ab" * 16 and sent.span != "12" * 8
+
+
+async def test_a_router_that_does_not_trace_passes_the_clients_context_on():
+    async with routed() as f:
+        headers = {"traceparent": TRACEPARENT, "tracestate": "a=b"}
+        async with f.post(headers=headers) as answer:
+            assert answer.status == 200
+        for call in await both_calls(f):
+            assert {name: call.headers[name] for name in headers} == headers
+
+
+async def test_a_second_attempt_has_a_span_of_its_own():
+    async with routed(trace_events=64, rules=dispatch_module.Rules(retries=1)) as f:
+        f.p.script, f.d.script = fails(500, "broken", "InternalServerError"), never
+        async with f.post(headers={"traceparent": TRACEPARENT}) as answer:
+            assert answer.status == 502
+        events = f.router.flights.ring.batch().events
+        (own, above), (second, between) = [
+            e.detail.split() for e in events if e.name == "trace context"
+        ]
+        assert above == TRACEPARENT and between == own and second != own
+
+
+async def test_what_is_over_the_limit_of_transfers_waits_and_is_served_in_its_turn():
+    async with routed(incast=Incast(into=1)) as f:
+        f.d.script = fleet.stepwise_stream
+        first = asyncio.ensure_future(f.post())
+        _, decode = await both_calls(f)
+        second = asyncio.ensure_future(f.post())
+        await until(lambda: f.router.fleet.report()["decode"][0]["moving"] == 1)
+        await until(lambda: f.router.metrics.waiting._value.get() == 1)
+        assert f.d.calls.empty()
+        decode.proceed(2)  # its first byte: the KV is there
+        later = await f.d.next_call()
+        for call in (decode, later):
+            call.proceed(20)
+        for task in (first, second):
+            async with await task as answer:
+                assert answer.status == 200
+                await answer.read()
+        await until(lambda: not any(e.moving for e in f.router.fleet.engines))
 
 
 async def test_parameters_of_the_client_are_dropped():

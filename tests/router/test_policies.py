@@ -11,7 +11,7 @@ import pytest
 from neuron_push.errors import ConfigError
 from neuron_push.protocol import Address
 from neuron_push.router.engines import Engine
-from neuron_push.router.fleet import Fleet, NoRoom
+from neuron_push.router.fleet import Fleet, Incast, NoRoom
 from neuron_push.router.jobs import Job
 from neuron_push.router.places import Place
 from neuron_push.router.policies import Affinity, PowerOfTwo, PrefixHash, RoundRobin, make
@@ -112,6 +112,84 @@ def test_admission_never_promises_more_blocks_than_there_are_where_round_robin_d
         assert turned_away < 10
     print(f"blocks promised to one engine of {total}: {worst}")
     assert worst["power_of_two"] <= total < worst["round_robin"]
+
+
+class Links:
+    """Decode engines whose link is shared by the transfers into them, in virtual time.
+
+    Up to 16 transfers share a link evenly; a receiver that is overrun loses throughput: half of it
+    from twice as many on.
+    """
+
+    def __init__(self, incast, seed):
+        self.decode = engines("decode", 4)
+        self.fleet = Fleet(
+            engines("prefill", THOUSAND - 4), self.decode, incast=incast,
+            prefill_policy=PowerOfTwo(random.Random(seed)),
+            decode_policy=PowerOfTwo(random.Random(seed + 1)),
+        )  # fmt: skip
+        self.left = {}  # transfer -> [pair, seconds of a whole link]
+        self.waiting, self.done, self.most = [], 0, Counter()
+
+    def run(self, bursts, burst, step=0.01):
+        """Bursts of requests, a second apart; returns the virtual seconds until all are over."""
+        now, begun = 0.0, 0
+        while self.done < bursts * burst:
+            if begun < bursts and now >= begun:
+                self.waiting += [(begun, n) for n in range(burst)]
+                begun += 1
+            self._admit()
+            self._move(step)
+            now += step
+        return now
+
+    def _admit(self):
+        while self.waiting:
+            try:
+                pair = self.fleet.choose(Job())
+            except NoRoom:
+                return
+            for engine in (pair.prefill, pair.decode):
+                engine.moving += 1
+                engine.in_flight += 1
+                self.most[engine.leg] = max(self.most[engine.leg], engine.moving)
+            self.left[self.waiting.pop(0)] = [pair, 0.02]
+
+    def _move(self, step):
+        lost = {e: 1 + min(1.0, max(0, e.moving - 16) / 16) for e in self.decode}
+        share = {e: step / e.moving / lost[e] for e in self.decode if e.moving}
+        for transfer, entry in list(self.left.items()):
+            pair = entry[0]
+            entry[1] -= share[pair.decode]
+            if entry[1] <= 0:
+                del self.left[transfer]
+                self.done += 1
+                for engine in (pair.prefill, pair.decode):
+                    engine.moving -= 1
+                    engine.in_flight -= 1
+
+
+def test_a_limit_on_transfers_keeps_links_from_being_overrun_and_starves_nobody():
+    free, limited = Links(Incast(), 10), Links(Incast(into=16, out_of=2), 10)
+    times = free.run(5, 400), limited.run(5, 400)
+    print(f"2,000 transfers: {times[0]:.1f} s, at most {free.most}; with a limit of 16 into one "
+          f"engine {times[1]:.1f} s, {limited.most}")  # fmt: skip
+    assert limited.most["decode"] == 16 < free.most["decode"]
+    assert limited.most["prefill"] <= 2
+    assert times[1] < 0.7 * times[0]
+    assert all(engine.moving == 0 for engine in limited.fleet.engines)
+
+
+def test_a_limit_names_itself_when_nobody_may_take_more():
+    fleet = Fleet(engines("prefill", 2), engines("decode", 2), incast=Incast(into=3, out_of=1))
+    for engine in fleet.decode:
+        engine.moving = 3
+    with pytest.raises(NoRoom, match="3 transfers are under way at every decode engine"):
+        fleet.choose()
+    fleet.decode[1].moving = 2
+    fleet.prefill[0].moving = 1
+    pair = fleet.choose()
+    assert (pair.prefill, pair.decode) == (fleet.prefill[1], fleet.decode[1])
 
 
 def test_equal_prefixes_meet_the_same_engine_and_no_engine_drowns():

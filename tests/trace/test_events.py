@@ -161,7 +161,8 @@ async def test_the_router_traces_its_part():
         (track,), complaints = await asyncio.to_thread(collect, [router(f.url(""))])
         assert not complaints
         names_seen = [e.name for e in track.events]
-        assert names_seen[:3] == ["arrived", "chosen", "sent"] and names_seen[-1] == "ended"
+        assert names_seen[:4] == ["arrived", "chosen", "trace context", "sent"]
+        assert names_seen[-1] == "ended"
         (each,) = requests([track])
         assert each.request == "mine" and each.transfer == call.params["transfer_id"]
         assert {p.name for p in each.phases} >= {"router", "first step"}

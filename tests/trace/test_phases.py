@@ -12,6 +12,7 @@ import pytest
 from neuron_push.trace.chrome import trace
 from neuron_push.trace.page import page
 from neuron_push.trace.phases import PHASES, requests, summary
+from neuron_push.tracing import TraceContext
 from tests.trace.sample import event, tracks
 
 
@@ -98,6 +99,44 @@ def test_spans_have_the_same_phases():
             root = roots[span.parent.span_id]
             assert root.start_time <= span.start_time <= span.end_time <= root.end_time + 1000
             assert span.name in PHASES
+
+
+def test_spans_join_the_clients_trace_under_the_name_that_engines_were_told():
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from neuron_push.trace.otel import export
+
+    client = TraceContext("ab" * 16, "12" * 8)
+    own, later = TraceContext.below(client), TraceContext.below(None)
+    part = tracks()
+    part[0].events += [
+        event(100.0, "trace context", "a", f"{own} {client}"),
+        event(100.0, "trace context", "b", f"{later} "),
+    ]
+    exporter = memory.InMemorySpanExporter()
+    export(requests(part), exporter)
+    spans = exporter.get_finished_spans()
+    roots = {s.attributes["neuron_push.transfer_id"]: s for s in spans if s.name == "first token"}
+    joined, alone = roots["a"], roots["b"]
+    assert f"{joined.context.trace_id:032x}" == client.trace
+    assert f"{joined.context.span_id:016x}" == own.span
+    assert f"{joined.parent.span_id:016x}" == client.span
+    assert f"{alone.context.trace_id:032x}-{alone.context.span_id:016x}" == (
+        f"{later.trace}-{later.span}"
+    )
+    assert alone.parent is None
+    below = [s for s in spans if s.context.trace_id == joined.context.trace_id and s is not joined]
+    assert len(below) == 10
+    assert {s.parent.span_id for s in below} == {joined.context.span_id}
+    assert len({s.context.span_id for s in spans}) == len(spans)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "00-" + "0" * 32 + "-" + "1" * 16 + "-01", "00-" + "a" * 32 + "-" + "0" * 16 + "-01",
+     "00-abc-def-01", "x" * 55],
+)  # fmt: skip
+def test_a_malformed_traceparent_is_no_context(header):
+    assert TraceContext.parse(header) is None
 
 
 def test_names_of_requests_cannot_leave_the_page():
