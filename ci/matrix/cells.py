@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -63,6 +63,11 @@ class CellSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens that each engine's KV blocks hold; few make the scheduler preempt."""
     timed: str = ""
     """A cost profile: durations count, and a cell whose emulation distorts them fails."""
+    cores: int = 0
+    """Cores that it takes, such as for a measurement; on fewer the cell is not run."""
+    refused: str = ""
+    """What the engines must say if they cannot work together, a regular expression. Then that
+    refusal is the only good end of the cell; "" says that the pair works."""
     same_side: bool = False
     """Only combinations whose two sides are alike."""
 
@@ -71,10 +76,6 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The file."""
 
     default_vllm: str
-    untranslated: list[list[str]]
-    """Pairs of devices whose page interiors differ."""
-    untranslated_models: list[str]
-    """Models for which that matters."""
     cells: list[CellSpec]
 
 
@@ -90,9 +91,10 @@ class Cell:
     prefix_caching: bool
     runner: str
     load: tuple[str, ...]
-    may_refuse: bool
     kv_tokens: int
     timed: str = ""
+    cores: int = 0
+    refused: str = ""
 
     @property
     def short_of_kv(self) -> bool:
@@ -141,11 +143,9 @@ def _expand(matrix: MatrixSpec, spec: CellSpec) -> Iterator[Cell]:
         sides = [Side.parse(text, matrix.default_vllm) for text in (prefill, decode)]
         if spec.same_side and sides[0] != sides[1]:
             continue
-        pair: Any = [side.device for side in sides]
-        may_refuse = pair in matrix.untranslated and model in matrix.untranslated_models
         yield Cell(
             sides[0], sides[1], model, connector, mode, caching, runner, spec.load,
-            may_refuse, spec.kv_tokens, spec.timed,
+            spec.kv_tokens, spec.timed, spec.cores, spec.refused,
         )  # fmt: skip
 
 

@@ -192,7 +192,8 @@ def _seen(
         problems.append(f"decode computed {here['prefill_tokens']} prompt tokens itself")
     if not here["context_tokens"]:
         problems.append("no KV from elsewhere was read on decode")
-    ours = cell.connector == "neuron-push" and cell.runner != "cpu"
+    pushes = cell.connector == "neuron-push" and cell.mode == "push"
+    ours = pushes and cell.runner != "cpu"
     if ours and not there["writes_early"]:
         problems.append("no WRITE was posted before the next step's launch")
     return problems

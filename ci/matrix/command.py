@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import signal
 import sys
 import tempfile
@@ -33,11 +35,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Path("out/matrix"), help="where reports go")
     made.add_argument("--logs", type=Path, help="keep engine logs here")
     made.add_argument("--file", type=Path, default=FILE, help="another matrix.yaml")
-    made.add_argument("--most-ranks", type=int, default=6, help="worker processes at once")
+    made.add_argument("--most-ranks", type=int, default=8, help="worker processes at once")
     made.add_argument(
         "--no-install", action="store_true",
         help="cells that need a vLLM version which is not installed are not run",
     )  # fmt: skip
+    made.add_argument(
+        "--prepare", action="store_true", help="only make the environments that the cells need"
+    )
     made.add_argument(
         "--hardware-only", action="store_true", help="cells without their hardware are not run"
     )
@@ -58,12 +63,25 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.list:
         return _list(chosen, nodes, args.json)
+    if args.prepare:
+        return _prepare(chosen)
     outcomes = _run_all(args, chosen, nodes)
     report.write(outcomes, args.out, args.tier)
     _say(f"\n{report.totals(outcomes)}; reports in {args.out}", args.json)
     if args.json:
         print(json.dumps(report.as_json(outcomes)))
     return 1 if any(outcome.state is State.FAILED for outcome in outcomes) else 0
+
+
+def _prepare(chosen: list[Cell]) -> int:
+    """Installing is mostly waiting, so it may be done while something else runs."""
+    try:
+        for vllm in sorted({side.vllm for cell in chosen for side in (cell.prefill, cell.decode)}):
+            print(f"vLLM {vllm}: {environments.python(vllm, print)}", flush=True)
+    except NeuronPushError as error:
+        print(f"run_matrix: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _list(chosen: list[Cell], nodes: list[hardware.Node], as_json: bool) -> int:
@@ -98,10 +116,12 @@ def _run_all(
 
         pool = Pool(logs, args.most_ranks, progress)
         outcomes = []
+        emulated = [cell for cell in chosen if not _why_not(cell, nodes, args)]
         try:
             for cell in chosen:
                 begun = time.monotonic()
-                outcome = _run(cell, pool, nodes, args)
+                later = emulated[emulated.index(cell) + 1 :] if cell in emulated else []
+                outcome = _run(cell, later[0] if later else None, pool, nodes, args)
                 outcome.seconds = time.monotonic() - begun
                 outcomes.append(outcome)
                 _say(report.line(outcome), args.json)
@@ -110,20 +130,31 @@ def _run_all(
         return outcomes
 
 
-def _run(cell: Cell, pool: Pool, nodes: list[hardware.Node], args: argparse.Namespace) -> Outcome:
-    if cell.connector == "neuron-push" and cell.mode == "pull":
-        return Outcome(cell, State.NOT_RUN, "this version does not pull")
-    real = hardware.pair(cell, nodes)
+def _why_not(cell: Cell, nodes: list[hardware.Node], args: argparse.Namespace) -> str:
+    """Why the cell cannot be run emulated here; "" if it can."""
     missing = [s.vllm for s in (cell.prefill, cell.decode) if not environments.ready(s.vllm)]
-    if real is None and args.hardware_only:
-        return Outcome(cell, State.NOT_RUN, "no hardware for it is declared")
-    if real is None and args.no_install and missing:
-        return Outcome(cell, State.NOT_RUN, f"vLLM {missing[0]} is not installed")
+    if args.hardware_only:
+        return "no hardware for it is declared"
+    if args.no_install and missing:
+        return f"vLLM {missing[0]} is not installed"
+    if cell.cores > len(os.sched_getaffinity(0)):
+        return f"needs {cell.cores} cores, here are {len(os.sched_getaffinity(0))}"
+    return "it runs on hardware" if hardware.pair(cell, nodes) else ""
+
+
+def _run(
+    cell: Cell, upcoming: Cell | None, pool: Pool, nodes: list[hardware.Node],
+    args: argparse.Namespace,
+) -> Outcome:  # fmt: skip
+    real = hardware.pair(cell, nodes)
+    if real is None and (why := _why_not(cell, nodes, args)):
+        return Outcome(cell, State.NOT_RUN, why)
     try:
         if real is not None:
             verdict = checks.hardware(cell, *real)
         else:
-            prefill, decode = pool.get(cell)
+            # A measurement has the machine to itself.
+            prefill, decode = pool.get(cell, None if cell.timed else upcoming)
             verdict = checks.run(cell, checks.Emulated(prefill), checks.Emulated(decode))
     except (NeuronPushError, ServerFailed, OSError) as error:
         # A server's error ends with its log's tail; the log itself is kept with --logs.
@@ -132,10 +163,14 @@ def _run(cell: Cell, pool: Pool, nodes: list[hardware.Node], args: argparse.Name
 
 
 def judge(cell: Cell, verdict: checks.Verdict, on_hardware: bool) -> Outcome:
-    """A refusal is as good as the list of pairs says; any problem is a failure."""
+    """A refusal is good where the file says so, and nothing else is good there."""
     if verdict.refusal:
-        state = State.REFUSED if cell.may_refuse else State.FAILED
+        meant = cell.refused and re.search(cell.refused, verdict.refusal)
+        state = State.REFUSED if meant else State.FAILED
         return Outcome(cell, state, verdict.refusal, figures=verdict.figures)
+    if cell.refused:
+        why = f"the engines work together; matrix.yaml says they refuse: {cell.refused}"
+        return Outcome(cell, State.FAILED, why, figures=verdict.figures)
     if verdict.problems:
         return Outcome(cell, State.FAILED, "; ".join(verdict.problems), figures=verdict.figures)
     return Outcome(cell, passed(on_hardware), figures=verdict.figures)

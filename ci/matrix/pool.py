@@ -56,65 +56,88 @@ class Pool:
         self._say = say
         self._running: dict[Key, EmulatedEngine] = {}
         self._used: dict[Key, float] = {}
+        self._ready: set[Key] = set()
         self._broken: dict[Key, str] = {}
 
-    def get(self, cell: Cell) -> tuple[EmulatedEngine, EmulatedEngine]:
-        """The cell's two engines, serving. Raises ServerFailed or ConfigError."""
+    def get(
+        self, cell: Cell, upcoming: Cell | None = None
+    ) -> tuple[EmulatedEngine, EmulatedEngine]:
+        """The cell's two engines, serving; those of the `upcoming` cell begin to start meanwhile.
+
+        Raises ServerFailed or ConfigError.
+        """
         wanted = keys(cell)
         for key in wanted:
             if key in self._broken:
                 raise processes.ServerFailed(self._broken[key])
-        new = [key for key in wanted if not self._alive(key)]
-        self._make_room(wanted, new)
+        self._make_room(wanted)
+        self._launch(wanted)
+        if upcoming is not None:
+            self._launch(keys(upcoming), only_if_room=True)
         try:
-            self._start(new)
+            self._await(wanted)
         except processes.ServerFailed as error:
             # A free port may be taken by another process before the server binds it.
             self._say(f"once more: {str(error).splitlines()[0]}")
-            self._again(new)
+            self._again(wanted)
         for key in wanted:
             self._used[key] = time.monotonic()
         prefill, decode = wanted
         return self._running[prefill], self._running[decode]
 
-    def _again(self, new: list[Key]) -> None:
-        """The last try, one by one; what fails is not tried again for other cells."""
-        for key in new:
-            try:
-                self._start([key])
-            except processes.ServerFailed as error:
-                self._broken[key] = str(error)
-                raise
-
-    def _start(self, new: list[Key]) -> None:
-        started = {key: self._make(key) for key in new}
-        try:
-            for engine in started.values():
-                engine.start()
-            processes.wait_ready(list(started.values()), progress=self._say)
-        except BaseException:
-            processes.stop(list(started.values()))
-            raise
-        self._running.update(started)
-
     def close(self) -> None:
         """Stop everything."""
         processes.stop(list(self._running.values()))
         self._running.clear()
+        self._ready.clear()
+
+    def _launch(self, wanted: tuple[Key, ...], *, only_if_room: bool = False) -> None:
+        for key in wanted:
+            if self._alive(key) or key in self._broken:
+                continue
+            if only_if_room and self._ranks() + key.side.tp > self._most:
+                continue
+            self._running[key] = self._make(key)
+            self._running[key].start()
+
+    def _await(self, wanted: tuple[Key, ...]) -> None:
+        waiting = [key for key in wanted if key not in self._ready]
+        processes.wait_ready([self._running[key] for key in waiting], progress=self._say)
+        self._ready.update(waiting)
+
+    def _again(self, wanted: tuple[Key, ...]) -> None:
+        """The last try, one by one; what fails is not tried again for other cells."""
+        for key in wanted:
+            if key in self._ready:
+                continue
+            self._drop(key)
+            self._launch((key,))
+            try:
+                self._await((key,))
+            except processes.ServerFailed as error:
+                self._drop(key)
+                self._broken[key] = str(error)
+                raise
 
     def _alive(self, key: Key) -> bool:
         engine = self._running.get(key)
         if engine is not None and not engine.running:
-            del self._running[key]
+            self._drop(key)
             engine = None
         return engine is not None
 
-    def _make_room(self, wanted: tuple[Key, Key], new: list[Key]) -> None:
-        needed = sum(key.side.tp for key in new)
-        spare = sorted((k for k in self._running if k not in wanted), key=self._used.__getitem__)
+    def _drop(self, key: Key) -> None:
+        self._ready.discard(key)
+        if (engine := self._running.pop(key, None)) is not None:
+            engine.stop()
+
+    def _make_room(self, wanted: tuple[Key, ...]) -> None:
+        """Stop what was used longest ago until the wanted engines fit."""
+        needed = sum(key.side.tp for key in wanted if not self._alive(key))
+        spare = [key for key in self._running if key not in wanted]
+        spare.sort(key=lambda key: self._used.get(key, 0.0))
         while spare and self._ranks() + needed > self._most:
-            key = spare.pop(0)
-            self._running.pop(key).stop()
+            self._drop(spare.pop(0))
 
     def _ranks(self) -> int:
         return sum(key.side.tp for key in self._running)

@@ -16,7 +16,7 @@ class State(StrEnum):
     PASSED_EMULATED = "passed-emulated"
     NOT_RUN = "not-run"
     FAILED = "failed"
-    # The engines said readably that they cannot work together, and matrix.yaml lists that pair.
+    # The engines said readably that they cannot work together, as matrix.yaml says they must.
     REFUSED = "refused"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ci.matrix import cells, checks, command, hardware, load, pool, report, states
 from ci.matrix.states import Outcome, State
+from neuron_push.emulation.devices import DEVICES
 from neuron_push.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +20,7 @@ PR = cells.cells(MATRIX, "pr")
 def cell(**changes):
     text = {"prefill": "trn2", "decode": "p5en", **changes}
     sides = [cells.Side.parse(text[name], "0.32.0") for name in ("prefill", "decode")]
-    return cells.Cell(
-        *sides, "tiny-gqa", "neuron-push", "push", True, "gpu-v2", ("shapes",), False, 24000
-    )
+    return cells.Cell(*sides, "tiny-gqa", "neuron-push", "push", True, "gpu-v2", ("shapes",), 24000)
 
 
 def test_there_are_no_other_states():
@@ -37,12 +36,14 @@ def test_an_emulated_pass_is_never_a_hardware_pass():
     assert states.passed(False) is State.PASSED_EMULATED
 
 
-def test_a_refusal_counts_only_where_it_is_listed():
-    refusal = checks.Verdict([], "needs layout translation", {})
+def test_a_refusal_counts_only_where_the_file_says_so_and_nothing_else_does_there():
+    refusal = checks.Verdict([], "refused: parts of a state", {})
     assert command.judge(cell(), refusal, False).state is State.FAILED
-    listed = next(c for c in cells.cells(MATRIX, "merge") if c.may_refuse)
+    listed = dataclasses.replace(cell(), refused="parts of a state")
     assert command.judge(listed, refusal, False).state is State.REFUSED
-    assert command.judge(listed, checks.Verdict([], "", {}), False).state is State.PASSED_EMULATED
+    assert command.judge(listed, checks.Verdict([], "", {}), False).state is State.FAILED
+    other = checks.Verdict([], "refused: another model", {})
+    assert command.judge(listed, other, False).state is State.FAILED
 
 
 def test_a_problem_is_a_failure():
@@ -128,9 +129,58 @@ def test_the_command_lists_cells_for_a_plan_job(capsys):
     assert command.main(["--only", "no such cell"]) == 2
 
 
-def test_translated_pairs_may_not_refuse():
-    listed = {c.devices for c in cells.cells(MATRIX, "nightly") if c.may_refuse}
-    assert not listed & {"trn2>p5en", "p5en>trn2"}
+def test_every_pair_of_devices_works_with_every_model_that_both_hold():
+    refusing = [c for c in cells.cells(MATRIX, "nightly") if c.refused]
+    assert {c.model for c in refusing} <= {"tiny-mamba"}
+    devices = {c.devices for c in cells.cells(MATRIX, "merge") if not c.refused}
+    assert devices == {f"{p}>{d}" for p in DEVICES for d in DEVICES}
+
+
+def test_a_cell_that_takes_more_cores_is_not_run(monkeypatch):
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: {0, 1})
+    args = command.parser().parse_args([])
+    timed = next(c for c in cells.cells(MATRIX, "nightly") if c.timed)
+    outcome = command._run(timed, None, None, [], args)
+    assert outcome.state is State.NOT_RUN
+    assert outcome.reason == f"needs {timed.cores} cores, here are 2"
+
+
+class Started:
+    """Engines that are ready at once."""
+
+    def __init__(self, key):
+        self.key, self.name, self.running = key, key.name, False
+        self.elapsed = 0.0
+
+    def start(self):
+        self.running = True
+
+    def stop(self):
+        self.running = False
+
+    def check(self, timeout):
+        return True
+
+
+def test_engines_of_the_next_cell_start_while_this_one_runs_if_there_is_room(monkeypatch, tmp_path):
+    for most, early in ((8, True), (2, False)):
+        made = pool.Pool(tmp_path, most, lambda _: None)
+        monkeypatch.setattr(made, "_make", Started)
+        here, following = PR[0], next(c for c in PR if c.decode.device == "trn2")
+        made.get(here, following)
+        assert {key.name for key in pool.keys(here)} <= {key.name for key in made._running}
+        assert (pool.keys(following)[1] in made._running) is early
+        made.get(following)
+        assert made._ranks() <= most
+
+
+def test_an_engine_that_died_while_it_waited_is_started_again(monkeypatch, tmp_path):
+    made = pool.Pool(tmp_path, 8, lambda _: None)
+    monkeypatch.setattr(made, "_make", Started)
+    first, _ = made.get(PR[0])
+    first.stop()
+    again, _ = made.get(PR[0])
+    assert again is not first and again.running
 
 
 def test_timed_cells_have_engines_of_their_own():
