@@ -82,7 +82,9 @@ def run(cell: Cell, prefill: Emulated, decode: Emulated) -> Verdict:
     if refusal and len(failed) == len(requests):
         return Verdict([], refusal, {"requests": len(requests)})
     problems = [f"{len(failed)} failed, first: {failed[0].error}"] if failed else []
-    problems += _inexact(requests)
+    wrong = _wrong_answers(requests)
+    if wrong:
+        problems.append(f"{len(wrong)} answers differ, first: prompt of {len(wrong[0].prompt)}")
     problems += _left([prefill, decode])
     now = _settled(prefill, decode)
     deltas = [
@@ -95,7 +97,7 @@ def run(cell: Cell, prefill: Emulated, decode: Emulated) -> Verdict:
             {**seen, "name": place.name}
             for seen, place in zip(deltas, (prefill, decode), strict=True)
         )
-    return Verdict(problems, "", _figures(requests, *deltas))
+    return Verdict(problems, "", {"wrong_answers": len(wrong), **_figures(requests, *deltas)})
 
 
 def hardware(cell: Cell, prefill: Place, decode: Place) -> Verdict:
@@ -135,16 +137,13 @@ def _refusal(log: Path, start: int) -> str:
     return found[1] if found else ""
 
 
-def _inexact(requests: list[Request]) -> list[str]:
-    wrong = [
+def _wrong_answers(requests: list[Request]) -> list[Request]:
+    return [
         request
         for request in requests
         if request.answer is not None
         and request.answer != pattern.continuation(request.prompt, request.count)
     ]
-    if not wrong:
-        return []
-    return [f"{len(wrong)} answers differ, first: prompt of {len(wrong[0].prompt)} tokens"]
 
 
 def _left(places: list[Any]) -> list[str]:

@@ -30,6 +30,10 @@ def parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="TEXT",
         help="cells whose names hold this text, or whose devices are this: trn2>p5en",
     )  # fmt: skip
+    made.add_argument(
+        "--failed", action="store_true",
+        help="cells that failed in the reports in --out; none if a byte or an answer was wrong",
+    )  # fmt: skip
     made.add_argument("--list", action="store_true", help="name the cells and their engines' state")
     made.add_argument("--json", action="store_true", help="end with one JSON list on stdout")
     made.add_argument("--out", type=Path, default=Path("out/matrix"), help="where reports go")
@@ -54,8 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         chosen = select(cells(read(args.file), args.tier), args.only)
+        if args.failed:
+            again = report.failed(args.out)
+            chosen = [cell for cell in chosen if cell.name in again]
         nodes = hardware.inventory()
-    except NeuronPushError as error:
+    except (NeuronPushError, OSError) as error:
         print(f"run_matrix: {error}", file=sys.stderr)
         return 2
     if not chosen:

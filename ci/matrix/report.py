@@ -11,6 +11,7 @@ from typing import Any, Final
 from xml.etree import ElementTree
 
 from ci.matrix.states import Outcome, State
+from neuron_push.errors import ConfigError
 
 COLOURS: Final = {
     State.PASSED_HARDWARE: "#1a7f37", State.PASSED_EMULATED: "#6fbf73", State.NOT_RUN: "#c9c9c9",
@@ -49,6 +50,19 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         }
         for outcome in outcomes
     ]  # fmt: skip
+
+
+def failed(folder: Path) -> list[str]:
+    """Names of the cells that failed in the reports in `folder`.
+
+    Raises ConfigError if one saw a wrong byte or answer, which is never put down to a busy machine.
+    """
+    rows = json.loads((folder / "matrix.json").read_text())
+    lost = [row for row in rows if row["state"] == State.FAILED]
+    wrong = [row["cell"] for row in lost if row.get("wrong_rows") or row.get("wrong_answers")]
+    if wrong:
+        raise ConfigError(f"something was wrong in {wrong[0]}: another try would hide it")
+    return [row["cell"] for row in lost]
 
 
 def write(outcomes: Sequence[Outcome], folder: Path, tier: str) -> None:

@@ -118,7 +118,7 @@ def test_a_real_transfer_takes_the_modelled_time(monkeypatch):
         prefill.thread.submit(encode(kit.settled()))
         decode.hears(lambda report: report == Received(1, "r1"), within=40.0)
         took = time.monotonic() - begun
-        prefill.hears(lambda report: report == Unpinned(71))
+        prefill.hears(lambda report: report == Unpinned(71), within=40.0)
         assert took >= SLOW.transfer(nbytes)
         assert all((a[:, [7, 3, 9]] == b[:, [4, 5, 2]]).all()
                    for a, b in zip(decode.kv, prefill.kv, strict=True))  # fmt: skip

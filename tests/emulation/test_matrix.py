@@ -121,6 +121,19 @@ def test_reports_say_the_same_in_every_form(tmp_path):
     assert all(state in page for state in State) and "trn2/tp1/b32@0.32.0" in page
 
 
+def test_what_failed_may_be_tried_again_unless_something_was_wrong(tmp_path):
+    lost = Outcome(cell(prefill="trn2"), State.FAILED, "did not start")
+    fine = Outcome(cell(prefill="cpu"), State.PASSED_EMULATED, figures={"wrong_rows": 0})
+    report.write([lost, fine], tmp_path, "pr")
+    assert report.failed(tmp_path) == [lost.cell.name]
+    for figures in ({"wrong_rows": 1}, {"wrong_rows": 0, "wrong_answers": 2}):
+        wrong = Outcome(cell(prefill="p5en"), State.FAILED, "differs", figures=figures)
+        report.write([lost, fine, wrong], tmp_path, "pr")
+        with pytest.raises(ConfigError, match="would hide it"):
+            report.failed(tmp_path)
+        assert command.main(["--failed", "--out", str(tmp_path)]) == 2
+
+
 def test_the_command_lists_cells_for_a_plan_job(capsys):
     assert command.main(["--list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

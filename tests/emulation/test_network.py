@@ -229,7 +229,7 @@ def test_a_dead_server_inside_looks_like_one_that_hangs_up():
         assert peer.recv(1) == b""
 
 
-def _has_netem():
+def _lacks_netem():
     if network.missing():
         return network.missing()
     try:
@@ -240,11 +240,24 @@ def _has_netem():
 
 
 @needs_root
-def test_the_delay_is_there_or_the_kernel_is_blamed():
-    made = plan(NetworkSpec(delay_ms=40, rate_mbit=80), 2, PID)
-    if lacking := _has_netem():
-        assert "netem" in lacking
+@pytest.mark.parametrize("asked", [{"delay_ms": 1}, {"loss_percent": 0.1, "rate_mbit": 80}])
+def test_a_kernel_that_cannot_delay_or_lose_refuses_and_leaves_nothing(asked):
+    """Never a fleet over a network other than the one that was asked for."""
+    if not _lacks_netem():
+        pytest.skip("this kernel has netem")
+    with (
+        pytest.raises(ConfigError, match=r"this kernel has no netem \(module sch_netem\)"),
+        network.up(plan(NetworkSpec(**asked), 2, PID)),
+    ):
+        pytest.fail("there is a network")
+    assert not [name for name in network._namespaces(network.execute) if f"-{PID}-" in name]
+
+
+@needs_root
+def test_the_delay_is_there():
+    if lacking := _lacks_netem():
         pytest.skip(lacking)
+    made = plan(NetworkSpec(delay_ms=40, rate_mbit=80), 2, PID)
     with network.up(made):
         p, d = made.engines
         sink = Sink(d)

@@ -29,6 +29,13 @@ def test_the_schema_of_github_workflows_holds(path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_linter_has_no_complaint():
+    command = [Path(sys.executable).with_name("zizmor"), "--offline", "--no-progress", *FILES]
+    config = ["--config", ROOT / ".github" / "zizmor.yml"]
+    done = subprocess.run([*command, *config], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
 def test_actionlint_has_no_complaint():
     done = subprocess.run(["actionlint", *map(str, FILES)], capture_output=True, check=False)
