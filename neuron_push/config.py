@@ -133,6 +133,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_wait_idle: Annotated[float, Meta(ge=0, le=0.1)] = 0.005
     """The same after a second in which nothing happened."""
 
+    kv_digest: bool = False
+    """Compare a digest of every WRITE before decoding over it; a transfer that differs fails, as by
+    `kv_load_failure_policy`. Set it on both engines. Needs KV in host memory, and time on both
+    transfer threads: about 1 ms per MB. What is pulled is not compared."""
+
     trace_events: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     """Trace events that the scheduler half and every worker rank keep for `neuron-push trace`,
     each. 0 turns tracing off."""

@@ -50,8 +50,9 @@ class _Commands:
         self.thread = self.listener = self.engine = None
 
     def open(
-        self, name, role, *, slabs=0, slab_bytes=1 << 16, min_run=2048, host_staging=False, **shape
-    ):
+        self, name, role, *, slabs=0, slab_bytes=1 << 16, min_run=2048, host_staging=False,
+        kv_digest=False, fault="", **shape,
+    ):  # fmt: skip
         """Start the rank; returns where its engine answers.
 
         With `host_staging` its pages are a Neuron device's, that nobody registers.
@@ -70,7 +71,7 @@ class _Commands:
         from tests.rendezvous.shapes import SEMANTICS
 
         self.engine = fleet.engine(**shape)
-        memory, opens, mover = None, factory(("UCX",)), HostMover
+        memory, opens, mover = None, factory(("UCX",), fault=fault), HostMover
         if host_staging:
             staged, base = _behind_host_memory(self.engine, slabs * slab_bytes)
             memory = Slabs(Region(base, slabs * slab_bytes, "DRAM", 0), slab_bytes, True)
@@ -82,7 +83,7 @@ class _Commands:
         me = Identity(name, 0, os.getpid(), SEMANTICS, self.engine.geometries[0], memory)
         info = EngineInfo(name, 1, role, 1, 1, 1, 0, ("push",), SEMANTICS, ())
         self.listener = Listener(name, "127.0.0.1", 0, lambda: info)
-        config = Config(min_run=min_run, patience=20.0, lease=20.0)
+        config = Config(min_run=min_run, patience=20.0, lease=20.0, kv_digest=kv_digest)
         self.thread = TransferThread(config, me, opens, self.listener.address, make_mover=mover)
         self.thread.start()
         self.heard = []

@@ -39,8 +39,23 @@ def scattered(rng, tokens, stop):
     return rng.sample(range(1, count + 4), count)
 
 
-def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None, behind_host="", **more):
-    """One prompt in chunks from one layout into another, compared element by element."""
+def push(
+    ranks,
+    source,
+    target,
+    *,
+    reorders,
+    seed,
+    slabs=2,
+    expected=None,
+    behind_host="",
+    fault="",
+    **more,
+):
+    """One prompt in chunks from one layout into another, compared element by element.
+
+    With a fault on its way it must not be received; returns what decode said.
+    """
     rng = random.Random(seed)
     prefill, decode = ranks
     sizes = sizes_of(source, target, rng)
@@ -54,7 +69,8 @@ def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None, behin
         able = slabs if staged or reorders in (role, "both") else 0
         sides.append(
             rank.call("open", name, role, slabs=able, layout=layout, tokens=tokens,
-                      blocks=scattered(rng, tokens, TOKENS), host_staging=staged, **more, **shape)
+                      blocks=scattered(rng, tokens, TOKENS), host_staging=staged,
+                      fault=fault if role == "producer" else "", **more, **shape)
         )  # fmt: skip
     match = Match(f"t{seed}", "b", b"digest", TOKENS)
     start = rng.choice([0, 0, sizes[1]])
@@ -62,8 +78,9 @@ def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None, behin
         prefill.call("fill", TOKENS)
         decode.call("receive", sides[0], match, start)
         prefill.call("prefill", match, [33, 64, TOKENS])
-        decode.call("hear", "Received")
-        decode.call("compare", start, TOKENS)
+        told = decode.call("hear", "ReceiveFailed" if fault else "Received")
+        if not fault:
+            decode.call("compare", start, TOKENS)
         if expected:
             assert prefill.call("way") == expected
         for rank in ranks:
@@ -71,6 +88,7 @@ def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None, behin
     finally:
         left = [rank.call("close") for rank in ranks]
     assert left == [[], []]
+    return told
 
 
 @pytest.mark.slow
@@ -78,7 +96,7 @@ def push(ranks, source, target, *, reorders, seed, slabs=2, expected=None, behin
 @pytest.mark.parametrize("reorders", ["producer", "consumer"])
 def test_pairs_of_layouts_meet_the_two_fleets(ranks, reorders):
     for number, pair in enumerate(OFTEN):
-        push(ranks, *pair, reorders=reorders, seed=number)
+        push(ranks, *pair, reorders=reorders, seed=number, kv_digest=number % 2 == 0)
 
 
 @pytest.mark.nightly
@@ -86,7 +104,7 @@ def test_pairs_of_layouts_meet_the_two_fleets(ranks, reorders):
 @pytest.mark.parametrize("reorders", ["producer", "consumer", "both"])
 def test_every_ordered_pair_of_layouts(ranks, reorders):
     for number, pair in enumerate(PAIRS):
-        push(ranks, *pair, reorders=reorders, seed=1000 + number)
+        push(ranks, *pair, reorders=reorders, seed=1000 + number, kv_digest=True)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +119,20 @@ def test_every_ordered_pair_of_layouts(ranks, reorders):
 )
 def test_one_slab_serves_a_whole_prompt(ranks, source, target, reorders, way):
     push(ranks, source, target, reorders=reorders, seed=7, slabs=1, expected=way)
+
+
+@pytest.mark.parametrize("way", ["unpacked", "packed", "direct"])
+def test_a_digest_agrees_for_what_was_sent_and_fails_what_was_turned_on_its_way(ranks, way):
+    layouts, reorders = {
+        "unpacked": (("neuron", "interleaved"), "consumer"),
+        "packed": (("interleaved", "neuron"), "producer"),
+        "direct": (("neuron", "neuron"), "both"),
+    }[way]
+    push(ranks, *layouts, reorders=reorders, seed=21, expected=way, kv_digest=True)
+    told = push(
+        ranks, *layouts, reorders=reorders, seed=22, expected=way, kv_digest=True, fault="tamper"
+    )
+    assert "is not what prefill sent (digest)" in told
 
 
 @pytest.mark.timeout(120)

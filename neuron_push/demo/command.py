@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=int, default=16, help="tokens per answer (default 16)")
     add("--concurrency", type=int, default=8, help="prompts under way at once (default 8)")
     add("--seed", type=int, default=0, help="of the prompts (default 0)")
+    add("--digest", action="store_true", help="compare a digest of every WRITE before decoding")
     add("--tamper", action="store_true", help="flip one byte of every WRITE: must make it fail")
     add("--keep-logs", type=Path, metavar="DIR", help="write the servers' logs here and keep them")
 
@@ -76,6 +77,8 @@ def conclude(result: Result, as_json: bool) -> int:
         print(f"FAILED: {failure}")
     if result.tampered and result.token_exact < len(result.pushed):
         print("One byte of every WRITE was flipped on purpose, and it showed.")
+        if result.digest:
+            print(f"Digests were compared: {result.wrong} answers had wrong tokens.")
     elif result.tampered:
         print("One byte of every WRITE was flipped on purpose, and it did NOT show.")
     if not failures:
@@ -95,8 +98,9 @@ class Demo:
         self._shape = tiny_model.TinyModel(positions=max(8192, length + BLOCK))
         self._model = tiny_model.make(folder, self._shape)
         fault: dict[str, Any] = {"fault": "tamper"} if args.tamper else {}
-        self._prefill = self._engine("prefill", 0, connector("kv_producer", **fault))
-        self._decode = self._engine("decode", 1, connector("kv_consumer"))
+        common: dict[str, Any] = {"kv_digest": True} if args.digest else {}
+        self._prefill = self._engine("prefill", 0, connector("kv_producer", **common, **fault))
+        self._decode = self._engine("decode", 1, connector("kv_consumer", **common))
         self._router = self._make_router()
         self._prompts = random_prompts(args.requests, args.prompt_tokens, args.seed)
 
@@ -119,7 +123,7 @@ class Demo:
         expected = Expectation(
             args.prompt_tokens, args.output_tokens, shape.kv_bytes_per_token, BLOCK
         )
-        return Result(expected, alone, pushed, moved, held, args.tamper)
+        return Result(expected, alone, pushed, moved, held, args.tamper, args.digest)
 
     def _engine(self, name: str, index: int, transfer: dict[str, Any]) -> Engine:
         args = self._args

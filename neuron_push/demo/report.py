@@ -107,6 +107,7 @@ class Result:
     # Engine name -> what it holds at the end; empty text for nothing.
     held: Mapping[str, str] = field(default_factory=dict)
     tampered: bool = False
+    digest: bool = False
 
     @property
     def token_exact(self) -> int:
@@ -114,6 +115,14 @@ class Result:
         whole = self.expected.output_tokens
         return sum(
             not one.error and len(one.tokens) == whole and one.tokens == other.tokens
+            for one, other in zip(self.pushed, self.alone, strict=True)
+        )
+
+    @property
+    def wrong(self) -> int:
+        """Requests that were answered with other tokens than the single engine's."""
+        return sum(
+            not one.error and one.tokens != other.tokens
             for one, other in zip(self.pushed, self.alone, strict=True)
         )
 
@@ -166,6 +175,8 @@ class Result:
             **_times("", self.pushed),
             **_times("single_engine_", self.alone),
             "tampered": self.tampered,
+            "digest": self.digest,
+            "wrong": self.wrong,
             "ok": not failures,
             "failures": failures,
         }

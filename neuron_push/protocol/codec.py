@@ -9,6 +9,7 @@ import msgspec
 from neuron_push.errors import PeerError
 from neuron_push.protocol.limits import (
     MAGIC,
+    MAX_DIGEST,
     MAX_GROUPS,
     MAX_NOTIFICATION,
     MAX_PIECE,
@@ -61,8 +62,8 @@ def decode_notification(frame: bytes) -> Notification:
         raise PeerError(f"{type(message).__name__} names piece {message.piece}")
     elif isinstance(message, Lend) and len(message.blocks) > MAX_GROUPS:
         raise PeerError(f"Lend lists {len(message.blocks)} groups; the limit is {MAX_GROUPS}")
-    elif isinstance(message, Done) and not 0 <= message.start < message.stop:
-        raise PeerError(f"Done names the empty or negative range {message.start}..{message.stop}")
+    elif isinstance(message, Done):
+        _check_done(message)
     return message
 
 
@@ -85,6 +86,13 @@ def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[Any]) -> 
         return decoder.decode(memoryview(frame)[3:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"malformed message: {error}") from None
+
+
+def _check_done(message: Done) -> None:
+    if not 0 <= message.start < message.stop:
+        raise PeerError(f"Done names the empty or negative range {message.start}..{message.stop}")
+    if len(message.digest) > MAX_DIGEST:
+        raise PeerError(f"Done carries a digest of {len(message.digest)} bytes")
 
 
 def _check_register(message: Register) -> None:

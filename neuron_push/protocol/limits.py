@@ -20,5 +20,7 @@ MAX_GROUPS: Final = 64
 MAX_RANKS: Final = 4096
 # Numbers of staged pieces; one per MiB would reach this after an exabyte.
 MAX_PIECE: Final = 1 << 40
+# Bytes of a digest.
+MAX_DIGEST: Final = 64
 # Slabs that one rank may offer.
 MAX_SLABS: Final = 1024

@@ -77,6 +77,7 @@ class Done(Message, frozen=True):
     nbytes: int = 0
     copies: int = 0
     piece: int = 0  # in a slab granted for this piece; 0: in the blocks themselves
+    digest: bytes = b""  # of the bytes, if prefill takes one
 
 
 class Need(Message, frozen=True):

@@ -136,7 +136,7 @@ class Consumer:
             case Soon():
                 attempt.announced = waiting
             case Done():
-                self._on_done(attempt, share, message)
+                self._on_done(attempt, share, message, now)
             case Cancelled():
                 if share.reading is None:
                     self._quieten(attempt, share)
@@ -260,13 +260,17 @@ class Consumer:
             command.attempt, 0, command.match, command.start, command.stop, blocks, patience
         )
 
-    def _on_done(self, attempt: Attempt, share: Share, message: Done) -> None:
+    def _on_done(self, attempt: Attempt, share: Share, message: Done, now: float) -> None:
         if message.start < attempt.command.start or message.stop > attempt.command.stop:
             self._context.count("rejected_messages", label="Done outside the registration")
             return
         if share.link.unpack is None and not message.piece:
-            arrived = share.landed
+            arrived = share.landing.received
             arrived.add(message.start, message.stop)
+            if share.link.arrival is None:
+                share.landed.add(message.start, message.stop)
+            else:
+                self.landings.check(attempt, share, message)
         else:
             arrived = share.landing.received
             complaint = self.landings.on_done(attempt, share, message)
@@ -283,12 +287,15 @@ class Consumer:
         attempt = self.attempts.get(job.attempt) if job else None
         if job is None or attempt is None:
             return
-        share = attempt.shares[job.link]
+        share = attempt.shares.get(job.link)
+        if share is None:
+            return
         self.landings.finished(share, job.piece)
         if not event.reason:
             share.landed.add(job.start, job.stop)
         elif attempt.state is AttemptState.WAITING:
-            self._fail(attempt, f"cannot unpack: {clip(event.reason)}", "unpack", now)
+            kind = "digest" if event.corrupt else "unpack"
+            self._fail(attempt, clip(event.reason), kind, now)
         self._complete(attempt, now)
         self._finish_drain(attempt)
 

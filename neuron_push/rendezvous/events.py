@@ -121,10 +121,11 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """A piece is in decode's pages; `reason` says why not if it is not."""
+    """A piece is in decode's pages, and good; `reason` says why not if it is not."""
 
     job: int
     reason: str = ""
+    corrupt: bool = False  # its digest is another
 
 
 Event = (
@@ -263,6 +264,21 @@ class Unpack:
     stop: int
     blocks: tuple[Blocks, ...]
     slab: int
+    done: Done | None = None  # with the digest to compare first
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Compare what has landed in blocks for `done` with its digest; answer with Unpacked."""
+
+    job: int
+    plan: Plan
+    start: int
+    stop: int
+    blocks: tuple[Blocks, ...]
+    done: Done
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +316,7 @@ Action = (
     | Post
     | Fetch
     | Unpack
+    | Check
     | Tell
     | Count
     | Note

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from neuron_push.plan import StagedPlan
 from neuron_push.protocol import Done, Grant, Need, Return
-from neuron_push.rendezvous.events import Unpack
+from neuron_push.rendezvous.events import Check, Unpack
 from neuron_push.rendezvous.links import Context, Link
 from neuron_push.rendezvous.ranges import RangeSet
 
@@ -107,12 +107,22 @@ class Landings:
         if plan is None or slab is None or piece in landing.running:
             known = landing.over.covers(piece, piece + 1) or piece in landing.running
             return "" if known else "Done for a slab that was not granted"
-        self.arrived(attempt, share, plan, piece, message.start, message.stop)
+        done = message if share.link.arrival is not None else None
+        self.arrived(attempt, share, plan, piece, message.start, message.stop, done)
         return ""
 
+    def check(self, attempt: Attempt, share: Share, message: Done) -> None:
+        """Bytes have landed in our blocks: they count once their digest was compared."""
+        assert share.link.arrival is not None
+        number, span = next(self._numbers), (message.start, message.stop)
+        self._jobs[number] = Job(attempt.command.attempt, share.link.id, 0, *span)
+        last = message.stop == attempt.command.stop
+        self._context.act(Check(number, share.link.arrival, *span, attempt.blocks, message, last))
+
     def arrived(
-        self, attempt: Attempt, share: Share, plan: StagedPlan, piece: int, start: int, stop: int
-    ) -> None:
+        self, attempt: Attempt, share: Share, plan: StagedPlan, piece: int, start: int, stop: int,
+        done: Done | None = None,
+    ) -> None:  # fmt: skip
         """The bytes of a piece are in its slab: unpack it, or free the slab if nobody cares."""
         landing = share.landing
         landing.received.add(start, stop)
@@ -123,7 +133,8 @@ class Landings:
         self._jobs[number] = Job(attempt.command.attempt, share.link.id, piece, start, stop)
         landing.running.add(piece)
         slab = landing.granted[piece]
-        self._context.act(Unpack(number, plan, start, stop, attempt.blocks, slab))
+        last = stop == attempt.command.stop
+        self._context.act(Unpack(number, plan, start, stop, attempt.blocks, slab, done, last))
 
     def unused(self, share: Share, piece: int) -> None:
         """Nothing was or will be put into the slab of a piece, if it has one."""
@@ -137,7 +148,8 @@ class Landings:
     def finished(self, share: Share, piece: int) -> None:
         """A piece is unpacked, or failed to be: its slab is free."""
         share.landing.running.discard(piece)
-        self._free(share.landing, piece)
+        if piece in share.landing.granted:
+            self._free(share.landing, piece)
 
     def quiet(self, attempt: Attempt, share: Share) -> None:
         """Nothing of this share can land any more: take back what it has, but what is running."""

@@ -114,6 +114,7 @@ class Link:
     hello: int = 0  # number of the hello that opened it, drawn by the decode rank
     plan: Plan | None = None  # for decode peers: how our pages map to theirs
     slabs: Slabs | None = None  # of a decode peer
+    arrival: Plan | None = None  # for prefill peers: what they WRITE by, if digests are compared
     unpack: StagedPlan | None = None  # for prefill peers: how what lands in our slabs is unpacked
     ask: Ask | None = None  # of a prefill peer, what it provides
     read: Plan | Literal["unknown"] | None = "unknown"  # of a prefill peer: how its pages are READ

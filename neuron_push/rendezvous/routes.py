@@ -19,7 +19,7 @@ from msgspec.structs import astuple, replace
 
 from neuron_push.errors import PlanError
 from neuron_push.geometry import Geometry, GeometryError, check
-from neuron_push.plan import MIN_RUN, Ask, StagedPlan, Stripe, assign, staged
+from neuron_push.plan import MIN_RUN, Ask, Means, Plan, StagedPlan, Stripe, assign, decide, staged
 from neuron_push.protocol import (
     MAX_SLABS,
     Address,
@@ -182,14 +182,16 @@ class Routes:
             self._greet(route, greeting.peer, renewed)
             return None
         agent = AgentName(answer.agent)
+        ask = Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe))
         try:
             unpack = self._unpack(greeting, answer)
+            arrival = self._arrival(greeting, answer)
         except PlanError as error:
             return self._fail(route, f"{name} wants its pages unpacked: {error}")
         opened = Link(
             link, "prefill", answer.engine, answer.rank, answer.incarnation, agent,
             answer.metadata, greeting.peer.geometry, context.generation, heard=now, spoke=now,
-            hello=link, unpack=unpack, ask=Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe)),
+            hello=link, arrival=arrival, unpack=unpack, ask=ask,
         )  # fmt: skip
         self._links.add(opened)
         route.links.append(opened)
@@ -230,6 +232,25 @@ class Routes:
             Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe)), "unpacked",
             me.slabs.slab_bytes, min_run=min(self._context.config.min_run, MIN_RUN),
         )  # fmt: skip
+
+    def _arrival(self, greeting: Greeting, answer: Welcome) -> Plan | None:
+        """The plan that the prefill rank has made, if we compare digests of what it WRITEs."""
+        me, config = self._context.identity, self._context.config
+        if not config.kv_digest:
+            return None
+        means = Means(
+            prefill_slab=greeting.peer.slab_bytes,
+            decode_slab=me.slabs.slab_bytes if me.slabs else 0,
+            min_run=config.min_run,
+        )
+        ask = Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe))
+        plan = decide(greeting.peer.geometry, me.geometry, ask, means)
+        if plan.way != answer.way:
+            raise PlanError(
+                f"it goes {answer.way} where we would go {plan.way}, so kv_digest cannot be "
+                "compared: give both engines the same min_run"
+            )
+        return plan
 
     def _open_link(self, engine: str, rank: RankInfo) -> Link | None:
         links = self._links.of_rank("prefill", engine, rank.rank)

@@ -13,6 +13,7 @@ from neuron_push.errors import NeuronPushError, PeerError, PlanError, TransportE
 from neuron_push.protocol import decode_notification, encode
 from neuron_push.rendezvous import Identity
 from neuron_push.rendezvous.events import (
+    Check,
     Close,
     Closed,
     Event,
@@ -27,9 +28,11 @@ from neuron_push.rendezvous.events import (
     Post,
     ReadEnded,
     Unpack,
+    Unpacked,
     Unreachable,
     WriteEnded,
 )
+from neuron_push.transfer.digest import complaint, demand_host_memory, seal
 from neuron_push.transfer.stager import Stager, bound, bound_read, failed
 from neuron_push.transfer.tally import Tally
 from neuron_push.transport import AgentName, Transport, TransportFactory, WriteId
@@ -47,12 +50,17 @@ class Agents:
         stager: Stager,
         tally: Tally,
         events: deque[Event],
+        *,
+        digests: bool = False,
     ) -> None:
         self._identity = identity
         self._open_transport = open_transport
         self._stager = stager
         self._tally = tally
         self._events = events
+        self._digests = digests
+        if digests:
+            demand_host_memory(identity)
         self._transports: dict[int, Transport] = {}
         self._writes: dict[WriteId, Transport] = {}
         self._reads: dict[WriteId, tuple[Transport, int]] = {}  # and its bytes
@@ -150,8 +158,17 @@ class Agents:
             self._write(action)
 
     def unpack(self, action: Unpack, now: float) -> None:
-        """Bring a piece from its slab to its blocks."""
-        self._move(self._stager.unpack, action)
+        """Bring a piece from its slab to its blocks, if it is what was sent."""
+        wrong = complaint(action, self._identity)
+        if wrong:
+            self._events.append(Unpacked(action.job, wrong, corrupt=True))
+        else:
+            self._move(self._stager.unpack, action)
+
+    def check(self, action: Check, now: float) -> None:
+        """Compare what has landed in blocks with what was sent."""
+        wrong = complaint(action, self._identity)
+        self._events.append(Unpacked(action.job, wrong, corrupt=bool(wrong)))
 
     def _move(self, start: Callable[[Any], None], action: Post | Unpack) -> None:
         """Start packing or unpacking; what cannot be started fails its own transfer."""
@@ -178,6 +195,8 @@ class Agents:
             self._events.append(WriteEnded(action.write, "unposted", str(error)))
             return
         done = msgspec.structs.replace(done, nbytes=copies.nbytes, copies=len(source))
+        if self._digests:
+            done = msgspec.structs.replace(done, digest=seal(source, destination))
         self._tally.add("bytes", copies.nbytes)
         self._tally.add("copies", len(source))
         self._tally.add("transfer_copies_size", len(source))

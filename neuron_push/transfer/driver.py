@@ -18,6 +18,7 @@ from neuron_push.rendezvous import Identity
 from neuron_push.rendezvous.events import (
     Action,
     Answer,
+    Check,
     Close,
     Count,
     Event,
@@ -64,12 +65,15 @@ class Driver:
         ring = tracer.ring if tracer else None
         self.side = SideChannel(config, identity, listener, ring, self.events)
         stager = Stager(identity.slabs, make_mover)
-        self._agents = Agents(identity, open_transport, stager, tally, self.events)
+        self._agents = Agents(
+            identity, open_transport, stager, tally, self.events, digests=config.kv_digest
+        )
         side, agents = self.side, self._agents
         self._actions: dict[type, Callable[..., None]] = {
             FindEngine: side.find, Greet: side.greet, Answer: self._answer,
             Open: agents.open, Close: agents.close, Load: agents.load, Forget: agents.forget,
             Notify: agents.notify, Post: agents.post, Fetch: agents.fetch, Unpack: agents.unpack,
+            Check: agents.check,
             Tell: lambda action, now: tell(action.report),
             Note: lambda action, now: logger.warning("%s", action.text),
             Count: lambda action, now: tally.add(action.name, action.value, action.label),

@@ -85,7 +85,7 @@ def failed(action: Post | Unpack, error: Exception) -> Event:
     """The answer to an action that could not be carried out; nothing has left this rank."""
     if isinstance(action, Post):
         return WriteEnded(action.write, "unposted", str(error))
-    return Unpacked(action.job, str(error) or type(error).__name__)
+    return Unpacked(action.job, f"cannot unpack: {str(error) or type(error).__name__}")
 
 
 def bound(action: Post, own: Geometry) -> tuple[Copies, Descriptors, Descriptors]:
