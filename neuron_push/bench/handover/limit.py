@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -24,6 +25,7 @@ from neuron_push.nixl import NixlTransport
 from neuron_push.transport import AgentName, WriteId
 
 PATIENCE: Final = 60.0
+QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 Descriptors = Any
 
 
@@ -91,7 +93,7 @@ def measure(load: Load, repeat: int, environment: Mapping[str, str]) -> list[flo
 
 
 def _open(name: str, load: Load, environment: dict[str, str]) -> tuple[NixlTransport, int, Any]:
-    os.environ.update(environment)
+    os.environ.update({**QUIET, **environment})
     memory = np.frombuffer(mmap.mmap(-1, 2 * load.nbytes), np.uint8)
     memory[:] = 1
     base = int(memory.ctypes.data)
@@ -108,7 +110,8 @@ def _receive(pipe: Connection, load: Load, repeat: int, environment: dict[str, s
         while not agent.notifications():
             pass
         pipe.send(time.monotonic())
-    pipe.recv()
+    with suppress(EOFError):
+        pipe.recv()  # the other end closes when it is done
 
 
 def _send(

@@ -1,0 +1,74 @@
+"""Which engines a sweep makes of its fleet file, and how the command reads its options."""
+
+import pytest
+
+from neuron_push.bench.sweep import command, engines
+from neuron_push.bench.sweep.columns import KINDS
+from neuron_push.cli import make_parser
+from neuron_push.emulation import fleet, models
+from neuron_push.errors import ConfigError
+
+TEMPLATE = engines.Template.of(fleet.load(command.SHIPPED))
+
+
+def options(*words):
+    return make_parser(["bench", "sweep"]).parse_args(["bench", "sweep", *words])
+
+
+@pytest.mark.parametrize("path", [command.SHIPPED, command.SPARSE], ids=lambda p: p.stem)
+def test_the_shipped_fleets_say_what_they_hold(path):
+    template = engines.Template.of(fleet.load(path))
+    shape = models.FAMILIES[template.model]
+    per_token = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    assert 2 * per_token == command.KV_BYTES[template.model]
+    assert template.prefill.max_batched == 2048
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_connector_differs_from_column_to_column(kind):
+    spec = engines._spec(TEMPLATE.decode, kind)
+    assert spec.name == f"{kind}-decode" and spec.connector == KINDS[kind].connector
+    for field in ("profile", "blocks", "max_batched", "max_seqs", "arguments", "environment"):
+        assert getattr(spec, field) == getattr(TEMPLATE.decode, field)
+    expected = "none" if kind == "decode-bench" else "sampled"  # its KV follows no pattern
+    assert spec.verify == expected
+
+
+def test_memory_of_all_pairs_is_known_before_they_start():
+    one = engines.memory_needed(["ours"], TEMPLATE, 32 << 10)
+    assert one == 2 * engines.OVERHEAD + (2560 + 3584) * 16 * (32 << 10)
+    assert engines.memory_needed(["ours", "nixl-push"], TEMPLATE, 32 << 10) == 2 * one
+    assert engines.memory_needed(["decode-bench"], TEMPLATE, 32 << 10) < one
+    assert engines.memory_free() > 1 << 20
+
+
+def test_a_fleet_of_other_engines_is_refused():
+    spec = fleet.FleetSpec(engines=(TEMPLATE.prefill,))
+    with pytest.raises(ConfigError, match="one prefill and one decode"):
+        engines.Template.of(spec)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--columns", "pushh"], "known"),
+        (["--cells", "4k"], "4kx8"),
+        (["--repeats", "0"], "positive"),
+        (["--cells", "64kx1"], "do not fit the prefill engine"),
+        (["--prefill-url", "http://h:1"], "one column"),
+        (["--prefill-url", "http://h:1", "--columns", "push"], "--model"),
+        (["--prefill-url", "http://h:1", "--columns", "push", "--model", "m"], "both engines"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(tmp_path, words, reason):
+    with pytest.raises(ConfigError, match=reason):
+        command.main(options("--out", str(tmp_path), *words))
+
+
+def test_a_running_engine_is_named_by_its_url():
+    engine = command._engine("http://10.0.0.1:8100#side=5601&name=p&tp=8")
+    assert (engine.url, engine.host, engine.side_port) == ("http://10.0.0.1:8100", "10.0.0.1", 5601)
+    assert (engine.name, engine.tp) == ("p", 8)
+    assert command._engine("http://d:8200").url == "http://d:8200"
+    with pytest.raises(ConfigError, match="http://d:1#side=x"):
+        command._engine("http://d:1#side=x")
