@@ -25,8 +25,9 @@ def line(outcome: Outcome) -> str:
     work = ""
     if "answered" in seen:
         work = (
-            f"{seen['answered']}/{seen['requests']} answered, WRITEs early {seen['writes_early']} "
-            f"late {seen['writes_late']}, {seen['bytes_checked'] >> 20} MiB checked"
+            f"{seen['answered']}/{seen['requests']} answered, WRITEs before the next launch "
+            f"{seen['writes_early']}, after {seen['writes_late']}, "
+            f"{seen['bytes_checked'] >> 20} MiB checked"
         )
     what = outcome.reason or work
     return f"{outcome.state:16} {outcome.seconds:6.1f} s  {outcome.cell.name}  {what}"

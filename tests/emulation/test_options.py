@@ -1,19 +1,29 @@
 """One variable says what is emulated; without it nothing of this is there."""
 
 import os
+from typing import get_args
 
 import pytest
 
 from neuron_push import accelerator
 from neuron_push.emulation import VARIABLE, plugin
 from neuron_push.emulation.accelerator import EmulatedAccelerator, use
-from neuron_push.emulation.options import Options, encode, parse, wanted
+from neuron_push.emulation.devices import DEVICES
+from neuron_push.emulation.options import DeviceName, Options, encode, parse, wanted
 from neuron_push.errors import ConfigError
 from tests.emulation import kit
 
 
 def test_a_device_name_is_enough():
     assert parse("trn2") == Options(device="trn2")
+
+
+def test_every_device_has_facts_and_a_backend():
+    pytest.importorskip("vllm")
+    from neuron_push.emulation import layers
+
+    assert set(DEVICES) == set(layers._BACKENDS) == set(get_args(DeviceName))
+    assert all(layers._BACKENDS[name].get_name() == DEVICES[name].backend for name in DEVICES)
 
 
 def test_options_travel_as_json():
