@@ -3,19 +3,20 @@
 A side that can reorder brings the pages of one layout into the order of another. `plan` reduces
 that to *rows*: pieces of equal length with a source and a destination address each. All layers,
 heads and pages of a token range are one call, whatever the layouts, so an accelerator needs one
-kernel (copy row i from address a[i] to address b[i]) and the host needs none.
+kernel (copy row i from address a[i] to address b[i]) and the host needs none. Where the addresses
+step evenly, the same rows are also a few *grids*, which the host prefers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HostMover", "Mover", "Rows"]
+__all__ = ["Axis", "Grid", "HostMover", "Mover", "Rows"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -23,19 +24,71 @@ Ints = npt.NDArray[np.int64]
 BATCH_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Axis(NamedTuple):
+    """`size` steps of so many bytes on each side."""
+
+    size: int
+    source: int
+    destination: int
+
+
+class Grid(NamedTuple):
+    """Rows of `unit` bytes at every combination of steps from two addresses."""
+
+    unit: int
+    source: int
+    destination: int
+    axes: tuple[Axis, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.unit * math.prod(axis.size for axis in self.axes)
+
+    def turned(self) -> Grid:
+        """The same places, read where this writes."""
+        axes = tuple(Axis(axis.size, axis.destination, axis.source) for axis in self.axes)
+        return Grid(self.unit, self.destination, self.source, axes)
+
+
+# One side of rows; as a function, it is worked out by whoever looks at it first.
+Side = Ints | int | Callable[[], Ints | int]
+
+
 class Rows:
     """`count` pieces of `unit` bytes: piece i goes from source[i] to destination[i].
 
     An `int` in place of an array is the address of a dense side: piece i lies at i * unit behind
-    it. Addresses on one side differ by multiples of `align` bytes, a divisor of `unit`.
+    it. Addresses on one side differ by multiples of `align` bytes, a divisor of `unit`. `grids`
+    hold the same pieces in some order, if there is such a form.
     """
 
-    unit: int
-    align: int
-    count: int
-    source: Ints | int
-    destination: Ints | int
+    __slots__ = ("_destination", "_source", "align", "count", "grids", "unit")
+
+    def __init__(
+        self, unit: int, align: int, count: int, source: Side, destination: Side,
+        grids: tuple[Grid, ...] = (),
+    ) -> None:  # fmt: skip
+        self.unit = unit
+        self.align = align
+        self.count = count
+        self._source = source
+        self._destination = destination
+        self.grids = grids
+
+    @property
+    def source(self) -> Ints | int:
+        """Where pieces are read."""
+        self._source = self._source() if callable(self._source) else self._source
+        return self._source
+
+    @property
+    def destination(self) -> Ints | int:
+        """Where they are written."""
+        self._destination = (
+            self._destination() if callable(self._destination) else self._destination
+        )
+        return self._destination
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +128,9 @@ class HostMover:
     def move(self, rows: Sequence[Rows]) -> Moved:
         """Copy; everything is in place on return."""
         for part in rows:
-            if part.count:
+            for grid in part.grids:
+                _copy_grid(grid)
+            if part.count and not part.grids:
                 _copy(part)
         return _Done()
 
@@ -118,18 +173,28 @@ def _cell(unit: int) -> np.dtype[Any]:
 class _Memory:
     """Raw memory that NumPy can view."""
 
-    def __init__(self, address: int, count: int, unit: int, stride: int) -> None:
+    def __init__(
+        self, address: int, unit: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
         self.__array_interface__ = {
             "data": (address, False),
-            "shape": (count,),
-            "strides": (stride,),
+            "shape": shape,
+            "strides": strides,
             "typestr": _cell(unit).str,
             "version": 3,
         }
 
 
+def _copy_grid(grid: Grid) -> None:
+    """One strided copy; NumPy orders and joins the axes itself."""
+    shape = tuple(axis.size for axis in grid.axes)
+    reads, writes = (tuple(axis[side] for axis in grid.axes) for side in (1, 2))
+    source = np.asarray(_Memory(grid.source, grid.unit, shape, reads))
+    np.copyto(np.asarray(_Memory(grid.destination, grid.unit, shape, writes)), source)
+
+
 def _dense(address: int, rows: Rows) -> npt.NDArray[Any]:
-    return np.asarray(_Memory(address, rows.count, rows.unit, rows.unit))
+    return np.asarray(_Memory(address, rows.unit, (rows.count,), (rows.unit,)))
 
 
 def _scattered(addresses: Ints, rows: Rows) -> tuple[npt.NDArray[Any], Ints]:
@@ -137,4 +202,5 @@ def _scattered(addresses: Ints, rows: Rows) -> tuple[npt.NDArray[Any], Ints]:
     low = int(addresses.min())
     stride = rows.unit if rows.align % rows.unit == 0 else rows.align
     index = (addresses - low) // stride if stride > 1 else addresses - low
-    return np.asarray(_Memory(low, int(index.max()) + 1, rows.unit, stride)), index
+    cells = int(index.max()) + 1
+    return np.asarray(_Memory(low, rows.unit, (cells,), (stride,))), index

@@ -211,6 +211,8 @@ def carry(plan, prefill, decode, ranks, piece, lists, written):
     sources, targets = prefill.caches[ranks[0]].memory(), decode.caches[ranks[1]].memory()
     slab = Slab(plan.slab_bytes)
     copies, rows = plan.copies(*piece, *lists), plan.rows(*piece, *lists, slab.address)
+    for part in rows:
+        check_grids(part)
     region = Region(slab.address, plan.slab_bytes, "DRAM", 0)
     if plan.way == "packed":
         HostMover().move(rows)
@@ -226,6 +228,24 @@ def carry(plan, prefill, decode, ranks, piece, lists, written):
             tally(part.destination, part.unit, plan.destination, written)
     slab.check()
     return copies, rows
+
+
+def check_grids(rows):
+    """Both forms of rows name the same places."""
+    if not rows.grids:
+        return
+    found = []
+    for grid in rows.grids:
+        assert grid.unit == rows.unit
+        places = np.array([[grid.source, grid.destination]])
+        for size, *steps in grid.axes:
+            places = (places[:, None] + np.arange(size)[:, None] * np.array(steps)).reshape(-1, 2)
+        found += places.tolist()
+    sides = [
+        side if isinstance(side, np.ndarray) else side + rows.unit * np.arange(rows.count)
+        for side in (rows.source, rows.destination)
+    ]
+    assert sorted(found) == sorted(np.column_stack(sides).tolist())
 
 
 def tally(addresses, unit, geometry, written):

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from neuron_push.errors import IncompatiblePair, PlanError
 from neuron_push.geometry import GeometryError
-from neuron_push.plan import Blocks, Means, decide, staged
+from neuron_push.plan import Blocks, Means, decide, grids, staged
 from tests import fleet, oracle
 from tests.test_plan import STRIDED, block_list, falsify
 
 # Every layout that keeps whole elements; packed ones go only to themselves.
 ELEMENTS = (*STRIDED, "vec", "transposed", "tiled")
-PROVE = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROVE = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 SLAB = 1 << 20
 
 
@@ -68,9 +68,17 @@ def decided(means):
     return lambda *sides: decide(*sides, means)
 
 
+@pytest.fixture(params=["rows", "grids"])
+def form(request, monkeypatch):
+    """Small pieces are moved row by row; grids must do the same."""
+    if request.param == "grids":
+        monkeypatch.setattr(grids, "LEAST_GRID", 0)
+    return request.param
+
+
 @PROVE
-@given(cases())
-def test_every_wanted_element_arrives_once_by_either_way(case):
+@given(case=cases())
+def test_every_wanted_element_arrives_once_by_either_way(form, case):
     (prefill, decode), start, stop, way, slab = case
     try:
         done = moved(prefill, decode, start, stop, by(way, slab))
@@ -185,6 +193,7 @@ def test_a_sliding_window_moves_only_what_both_sides_hold(data, way):
     oracle.compare(decode.caches[0], before, decode.blocks, sizes[1], 0, 0, stop, at_both)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("way", ["packed", "unpacked"])
 def test_packed_keys_go_through_a_slab_beside_values_that_need_it(way):
     """Packed fp8 keys are copied whole, values in another order are taken apart."""
@@ -344,3 +353,24 @@ def test_a_wrong_number_on_either_side_is_refused_or_seen(layouts, way, side, fi
         return
     with pytest.raises((AssertionError, GeometryError, IncompatiblePair, PlanError)):
         attempt()
+
+
+# -- grids -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["packed", "unpacked"])
+@pytest.mark.parametrize(("blocks", "count"), [([1, 2, 3], 1), ([1, 3, 2], 2), ([1, 3, 5], 1)])
+def test_pages_that_step_evenly_are_one_grid(way, blocks, count, monkeypatch):
+    monkeypatch.setattr(grids, "LEAST_GRID", 0)
+    prefill = fleet.engine("neuron", tokens=32, blocks=blocks, heads=2, width=4, spare=2)
+    decode = fleet.engine("blocks_outermost", tokens=32, blocks=blocks, heads=2, width=4, spare=2)
+    ((_, pieces),) = moved(prefill, decode, 0, 96, by(way))
+    assert [len(part.grids) for _, rows in pieces for part in rows] == [count]
+
+
+def test_small_grids_are_left_to_rows(form):
+    prefill, decode = neuron_and_interleaved()
+    plan = by("packed")(prefill.geometries[0], decode.geometries[0], fleet.everything(
+        decode.geometries[0]))  # fmt: skip
+    (part,) = plan.rows(0, 96, prefill.lists, decode.lists, 4096)
+    assert bool(part.grids) == (form == "grids")

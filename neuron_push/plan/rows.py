@@ -11,16 +11,18 @@ long as both sides step through channels, and then tokens, contiguously.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from neuron_push.geometry import Geometry, Group, Plane
+from neuron_push.plan.grids import Bundle, Lattice, fold, grids_of
 from neuron_push.plan.image import Image
-from neuron_push.transform import Rows
+from neuron_push.transform import Axis, Rows
 
 __all__ = ["Rearrangement"]
 
@@ -52,6 +54,7 @@ class RowTable:
     column: Ints
     chunk: Ints
     dense: bool  # the rows of all pages are all of the slab
+    bundles: tuple[Bundle, ...]  # the same rows, by what steps alike
 
 
 @dataclass(eq=False)
@@ -95,22 +98,38 @@ class Rearrangement:
         for low, high, begin, end in _segments(start, stop, tokens):
             step = math.gcd(tokens, self.group.page_tokens, begin, end)
             images = np.arange(low, high, dtype=np.int64)
-            shifts = self._shifts(images, pages, first, step)
-            full = end - begin == tokens and high - low == self.pages
+            sizes = tokens, self.group.page_tokens
             for table in self._table(step):
                 chosen: slice | Ints = slice(None)
                 if end - begin < tokens:
                     inside = (table.chunk >= begin // step) & (table.chunk < end // step)
                     chosen = np.flatnonzero(inside)
-                # Part by part, page by page: both sides are read in order.
-                layout = table.layout[:, None, chosen] + shifts[:, table.column[chosen]]
-                image: Ints | int = slab
-                if not (full and table.dense):
-                    at = slab + (images - origin // tokens) * table.step
-                    image = (table.image[:, None, chosen] + at[:, None]).ravel()
-                sides = (layout.ravel(), image) if pack else (image, layout.ravel())
-                found.append(Rows(table.unit, table.align, layout.size, *sides))
+                count = table.layout[:, chosen].size * len(images)
+                grids = grids_of(
+                    table.bundles, images, (begin, end), (pages, first), sizes,
+                    slab - origin // tokens * table.step, table.unit * count, pack=pack,
+                )  # fmt: skip
+                layout = partial(self._layout, table, images, (pages, first), step, chosen)
+                image: Callable[[], Ints] | int = slab
+                if not (end - begin == tokens and high - low == self.pages and table.dense):
+                    places = slab + (images - origin // tokens) * table.step
+                    image = partial(_image, table, places, chosen)
+                source, destination = (layout, image) if pack else (image, layout)
+                found.append(Rows(table.unit, table.align, count, source, destination, grids))
         return found
+
+    def _layout(
+        self,
+        table: RowTable,
+        images: Ints,
+        pages: tuple[Ints, int],
+        step: int,
+        chosen: slice | Ints,
+    ) -> Ints:
+        """Addresses of rows in the layout: part by part, page by page."""
+        shifts = self._shifts(images, *pages, step)
+        places = table.layout[:, None, chosen] + shifts[:, table.column[chosen]]
+        return places.ravel()
 
     def _shifts(self, images: Ints, pages: Ints, first: int, step: int) -> Ints:
         """What page and chunk add to a lane's address: (image pages, classes x chunks)."""
@@ -131,6 +150,7 @@ class Rearrangement:
         chunks = self.image.page_tokens // step
         steps = [number for page, token in self._classes for number in (page, step * token)]
         found: dict[tuple[int, int, int, int], list[tuple[Ints, Ints, Ints, Ints]]] = {}
+        lanes: dict[tuple[int, int, int, int], list[Lane]] = {}
         for lane in self._lanes:
             unit, image, layout, chunk = self._of_lane(lane, step)
             plane = lane.layout_plane
@@ -139,7 +159,9 @@ class Rearrangement:
             align = math.gcd(unit, *steps, *np.diff(layout).tolist())
             key = unit, align, int(layout[0]) % align, lane.image_plane.page
             found.setdefault(key, []).append((image, layout, column, chunk))
-        for (unit, align, _, part), members in found.items():
+            lanes.setdefault(key, []).append(lane)
+        for key, members in found.items():
+            unit, align, _, part = key
             arrays = [np.concatenate(each) for each in zip(*members, strict=True)]
             order = np.argsort(arrays[0])
             span = part * self.pages
@@ -147,7 +169,8 @@ class Rearrangement:
             # Parts that are unlike are walked page by page, which is not the order of the slab.
             in_order = len(image) == len(np.unique(image // span))
             dense = in_order and unit * image.size == self.image.page_bytes
-            yield RowTable(unit, align, part, image, layout, column, chunk, dense)
+            bundles = tuple(_bundles(lanes[key], step, self.geometry.element_bytes))
+            yield RowTable(unit, align, part, image, layout, column, chunk, dense, bundles)
 
     def _of_lane(self, lane: Lane, step: int) -> tuple[int, Ints, Ints, Ints]:
         """Row length of a lane, and its rows in one image page: image, layout, chunk."""
@@ -157,8 +180,8 @@ class Rearrangement:
             return layout.page_bytes, *spot
         unit, inner = _inner(image, layout, step, element)
         chunks = np.arange(self.image.page_tokens // step, dtype=np.int64)
-        at = lane.image + chunks[:, None] * (step * image.token) + inner[0]
-        spots = np.broadcast_to(lane.layout + inner[1], at.shape)
+        at = lane.image + chunks[:, None] * (step * image.token) + _starts(inner, 1)
+        spots = np.broadcast_to(lane.layout + _starts(inner, 2), at.shape)
         chunk = np.broadcast_to(chunks[:, None], at.shape)
         return unit, at.ravel(), spots.ravel(), chunk.ravel()
 
@@ -176,20 +199,46 @@ def _by_part(arrays: list[Ints], span: int) -> tuple[Ints, Ints, Ints, Ints]:
     return image[None], layout[None], column, chunk
 
 
-def _inner(image: Plane, layout: Plane, step: int, element: int) -> tuple[int, tuple[Ints, Ints]]:
-    """Row length within a chunk, and where its rows start on both sides."""
+def _inner(image: Plane, layout: Plane, step: int, element: int) -> tuple[int, tuple[Axis, ...]]:
+    """Row length within a chunk, and the axes on which its rows lie in image and layout."""
     sizes = {"token": step, "channel": image.width}
     unit = element
     for axis in ("channel", "token", "channel"):
         strides = getattr(image, axis), getattr(layout, axis)
         if axis in sizes and (sizes[axis] == 1 or strides == (unit, unit)):
             unit *= sizes.pop(axis)
-    starts = [np.zeros(1, np.int64), np.zeros(1, np.int64)]
-    for axis, size in sizes.items():
-        for side, plane in enumerate((image, layout)):
-            along = np.arange(size, dtype=np.int64) * getattr(plane, axis)
-            starts[side] = (starts[side][:, None] + along).ravel()
-    return unit, (starts[0], starts[1])
+    axes = (Axis(n, getattr(image, name), getattr(layout, name)) for name, n in sizes.items())
+    return unit, tuple(axes)
+
+
+def _starts(axes: Sequence[Axis], side: int) -> Ints:
+    """Where rows start on one side, the last axis fastest."""
+    starts = np.zeros(1, np.int64)
+    for axis in axes:
+        along = np.arange(axis.size, dtype=np.int64) * axis[side]
+        starts = (starts[:, None] + along).ravel()
+    return starts
+
+
+def _image(table: RowTable, places: Ints, chosen: slice | Ints) -> Ints:
+    """Addresses of rows in the slab, in the order of `Rearrangement._layout`."""
+    found: Ints = (table.image[:, None, chosen] + places[:, None]).ravel()
+    return found
+
+
+def _bundles(lanes: Sequence[Lane], step: int, element: int) -> Iterator[Bundle]:
+    """Lanes in the order of the image, those together that step alike."""
+    alike: dict[Bundle, list[Lattice]] = {}
+    for lane in sorted(lanes, key=lambda lane: lane.image):
+        image, layout = lane.image_plane, lane.layout_plane
+        unit, inner = layout.page_bytes, tuple[Axis, ...]()
+        if not layout.interior:
+            unit, inner = _inner(image, layout, step, element)
+        steps = image.page, image.token, layout.page, layout.token
+        bundle = Bundle(unit, step, *steps, inner, ())
+        alike.setdefault(bundle, []).append(Lattice(lane.image, lane.layout, ()))
+    for bundle, places in alike.items():
+        yield bundle._replace(lanes=tuple(fold(places)))
 
 
 def _segments(start: int, stop: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
