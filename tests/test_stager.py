@@ -86,7 +86,7 @@ def test_unpacking_is_answered_when_it_has_ended():
     ("start", "action", "answer"),
     [
         ("pack", post(), WriteEnded(5, "unposted", "device lost")),
-        ("unpack", unpack(), Unpacked(9, "device lost")),
+        ("unpack", unpack(), Unpacked(9, "cannot unpack: device lost")),
     ],
 )
 def test_a_move_that_fails_fails_its_transfer(start, action, answer):
