@@ -3,6 +3,7 @@
 import pytest
 
 from neuron_push.bench.sweep import command, engines
+from neuron_push.bench.sweep.cells import Cell
 from neuron_push.bench.sweep.columns import KINDS
 from neuron_push.cli import make_parser
 from neuron_push.emulation import fleet, models
@@ -40,6 +41,13 @@ def test_memory_of_all_pairs_is_known_before_they_start():
     assert engines.memory_needed(["ours", "nixl-push"], TEMPLATE, 32 << 10) == 2 * one
     assert engines.memory_needed(["decode-bench"], TEMPLATE, 32 << 10) < one
     assert engines.memory_free() > 1 << 20
+
+
+def test_the_floor_of_ttft_adds_the_last_chunks_copy_and_a_decode_step():
+    # 50 GB/s and 15 us; 5.6 ms.
+    whole, rest = (command._added(TEMPLATE, Cell(n, 1.0, 1)) for n in (16384, 2048 + 100))
+    assert whole == pytest.approx(2048 * 32768 / 50e9 + 15e-6 + 5.6e-3)
+    assert rest == pytest.approx(100 * 32768 / 50e9 + 15e-6 + 5.6e-3)
 
 
 def test_a_fleet_of_other_engines_is_refused():

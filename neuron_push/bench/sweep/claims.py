@@ -110,9 +110,9 @@ def holds(claim: Claim, ratio: statistics.Ratio) -> bool:
 
 def values(result: Result, metric: str) -> list[float]:
     """Per request, in seconds."""
-    if metric == "ttft":
-        return result.ttfts
     own = result.neuron_push
+    if metric == "ttft":
+        return [ttft + own.added for ttft in result.ttfts]
     found: list[float] = own.tpots if metric == "tpot" else getattr(own, metric)
     return found
 

@@ -8,6 +8,7 @@ import sys
 import urllib.parse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ from neuron_push.bench.sweep.churn import churn
 from neuron_push.bench.sweep.load import Load
 from neuron_push.bench.sweep.measure import Sides, Tools, measure, quick
 from neuron_push.bench.sweep.progress import Progress, duration
-from neuron_push.emulation import fleet, models
+from neuron_push.emulation import cost, fleet, models
 from neuron_push.errors import ConfigError
 from neuron_push.processes import HOST, Server, free_ports
 
@@ -107,7 +108,8 @@ def _emulated(
         def sides(run: Run) -> Sides:
             column = chosen[run.column]
             pair = up.awake(column.kind, warm)
-            return _sides(pair, column)
+            added = _added(template, run.cell) if column.dispatch == "prefill" else 0.0
+            return replace(_sides(pair, column), added=added)
 
         return _all(args, tools, runs, sides)
 
@@ -120,6 +122,15 @@ def _fits(template: engines.Template, longest: int) -> None:
                 f"{longest} tokens of prompt and answer do not fit the {spec.role} engine of the"
                 f" fleet file: max_model_len {spec.max_model_len}, blocks for {tokens} tokens"
             )
+
+
+def _added(template: engines.Template, cell: Cell) -> float:
+    """Seconds from the end of prefill to a token, at best: the last chunk's copy, and a step."""
+    prefill = cost.profile(template.prefill.profile)
+    most = template.prefill.max_batched
+    last = cell.input % most or min(cell.input, most)
+    copy = prefill.transfer(last * KV_BYTES.get(template.model, 0))
+    return copy + cost.profile(template.decode.profile).step(0, 1)
 
 
 def _sides(pair: engines.Pair, column: columns.Column) -> Sides:

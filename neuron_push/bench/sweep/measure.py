@@ -72,6 +72,8 @@ class Sides:
     decode: Path | None = None
     reports: Sequence[Path] = ()
     """Summaries of emulated ranks."""
+    added: float = 0.0
+    """See `results.Own`."""
 
 
 @dataclass
@@ -134,6 +136,7 @@ def measure(tools: Tools, run: Run, sides: Sides) -> results.Own:
         column=run.column, repeat=run.repeat, seed=run.seed, fragmented=tools.fragmented,
         tpots=results.tpots(raw), unfit=unfit(before, _summaries(sides.reports)),
         descriptors=(_descriptors(sides.target) - copies) / (prompts + 1), setup=tools.setup,
+        added=sides.added,
     )  # fmt: skip
     handovers(own, records[1:], {name: look.read() for name, look in looks.items()})
     results.finish(raw, own, tools.folder / run.file)

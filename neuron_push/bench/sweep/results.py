@@ -40,6 +40,9 @@ class Own(msgspec.Struct, kw_only=True):
     """Seconds from the end of P's last forward to the end of D's first one."""
     handover_client: list[float] = []
     """Seconds from P's answer to the first byte of D's, at the proxy."""
+    added: float = 0.0
+    """Of the floor of TTFT: seconds on top of prefill, for the copy of the last chunk over the
+    modelled link and one decode step."""
     unfit: list[str] = []
     """Why durations of this run are not to be believed; none if they are."""
     descriptors: float = 0.0
