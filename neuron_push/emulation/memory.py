@@ -88,8 +88,12 @@ class Cache:
     shapes: tuple[GroupShape, ...]
 
 
-def allocate(device: Device, shapes: tuple[GroupShape, ...], blocks: int) -> Cache:
+def allocate(
+    device: Device, shapes: tuple[GroupShape, ...], blocks: int, *, touched: bool = False
+) -> Cache:
     """All groups over one pool of blocks: layer i of every group shares raw memory i.
+
+    `touched`: every page of memory is a real one from the start; else those that are written.
 
     Raises ConfigError for state groups on a device whose blocks are not each in one piece.
     """
@@ -101,8 +105,10 @@ def allocate(device: Device, shapes: tuple[GroupShape, ...], blocks: int) -> Cac
     page = shapes[0].page_bytes
     assert all(shape.page_bytes == page for shape in shapes)
     depth = max(len(shape.layers) for shape in shapes)
-    # Page-aligned, as a driver's allocation is, and touched only when written.
+    # Page-aligned, as a driver's allocation is.
     raw = np.frombuffer(mmap.mmap(-1, max(1, depth * blocks * page)), np.uint8)
+    if touched:
+        raw.fill(1)
     rows = raw[: depth * blocks * page].reshape(depth, blocks * page)
     whole = torch.from_numpy(rows)
     tensors: dict[str, torch.Tensor] = {}

@@ -34,8 +34,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     verify: Literal["full", "sampled", "none"] = "full"
     """"full": every byte once when KV becomes schedulable, then new and sampled slots each
-    step. "sampled": a few slots at each of these moments. "none": nothing is read, for KV that
-    follows no pattern."""
+    step. "sampled": of eight positions one is written, and a few of those are read at each of
+    these moments. "none": nothing is read, for KV that follows no pattern. Engines that exchange
+    KV share it."""
 
     profile: str = "instant"
     """Name of a cost profile (neuron_push.emulation.cost)."""

@@ -26,7 +26,7 @@ from neuron_push.emulation.oracle import Oracle, warm_up
 from neuron_push.emulation.report import Reporter
 from neuron_push.emulation.requests import Requests
 from neuron_push.emulation.runners import ORDERS
-from neuron_push.emulation.writer import SAMPLES, Writer
+from neuron_push.emulation.writer import CHECKING, Writer
 from neuron_push.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,15 +69,17 @@ class EmulatedRunner:
     def initialize_kv_cache(self, kv_config: KVCacheConfig, **_: Any) -> None:
         """Allocate, start the device, and hand the tensors to the connector."""
         shapes = tuple(_shape(self._config, group) for group in kv_config.kv_cache_groups)
-        cache = memory.allocate(self._device, shapes, kv_config.num_blocks)
         options = self.options
+        # What sampling leaves unwritten must be copied from real pages all the same.
+        touched = options.verify != "full"
+        cache = memory.allocate(self._device, shapes, kv_config.num_blocks, touched=touched)
         warm_up(self._device, shapes)
         faults, costs = Faults(cache, options.fault), cost.profile(options.profile)
         if options.link:
             link.install(costs)
         self._writer = Writer(
             Oracle(cache, options.seed), costs, Reporter(options.report, _name(self._config)),
-            samples=SAMPLES[options.verify], combine=_combine(self._config),
+            checking=CHECKING[options.verify], combine=_combine(self._config),
             meddle=faults, early_fence=options.fault == "early-fence",
         )  # fmt: skip
         self._writer.start()

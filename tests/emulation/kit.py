@@ -80,14 +80,14 @@ def as_groups(blocks):
 class Engine:
     """One rank with a trivial scheduler: one request, a fixed block table."""
 
-    def __init__(self, device="p5en", *, fault="", samples=None, folder="", name="engine",
+    def __init__(self, device="p5en", *, fault="", checking=None, folder="", name="engine",
                  combine=None, profile="instant", state_tokens=0, **options):  # fmt: skip
         """`state_tokens` adds a state group, with a state per so many tokens."""
         self.cache = (hybrid_cache if state_tokens else cache)(device, **options)
         self.reporter = Reporter(str(folder), name)
         self.clock = cost.VirtualClock()
         self.writer = Writer(
-            Oracle(self.cache, 0), cost.profile(profile), self.reporter, samples=samples,
+            Oracle(self.cache, 0), cost.profile(profile), self.reporter, checking=checking,
             combine=combine, clock=self.clock, meddle=Faults(self.cache, fault),
             early_fence=fault == "early-fence",
         )  # fmt: skip

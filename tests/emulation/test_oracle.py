@@ -8,6 +8,7 @@ import pytest
 from neuron_push.emulation import pattern
 from neuron_push.emulation.devices import DEVICES
 from neuron_push.emulation.oracle import Oracle, Slots, warm_up
+from neuron_push.emulation.writer import CHECKING
 from tests.emulation import kit
 
 PROMPT = kit.prompt(100)
@@ -32,7 +33,7 @@ def reports(folder):
 
 
 @pytest.mark.parametrize("devices", [("p5en", "p5en"), ("trn2", "trn2"), ("trn2", "p5en")])
-@pytest.mark.parametrize("options", [{}, {"block": 24}, {"samples": 8}])
+@pytest.mark.parametrize("options", [{}, {"block": 24}, {"checking": CHECKING["sampled"]}])
 def test_kv_from_elsewhere_gives_what_one_engine_answers(tmp_path, devices, options):
     decode, answer = pair(tmp_path, "", *devices, **options)
     assert answer == RIGHT
@@ -49,6 +50,13 @@ def test_one_flipped_byte_is_found(tmp_path, device):
     assert (wrong["request"], wrong["position"]) == ("r", 0)
     assert (wrong["layer"], wrong["head"]) == (kit.LAYERS - 1, kit.HEADS - 1)
     assert wrong["expected"] != wrong["seen"]
+
+
+@pytest.mark.parametrize("fault", ["swap-blocks", "late-block", "drop-layer"])
+def test_sampling_finds_what_damages_whole_blocks(tmp_path, fault):
+    decode, answer = pair(tmp_path, fault, checking=CHECKING["sampled"])
+    assert answer != RIGHT
+    assert decode.seen.wrong_rows
 
 
 @pytest.mark.parametrize("fault", ["swap-blocks", "late-block"])
