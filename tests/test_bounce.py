@@ -10,7 +10,7 @@ import pytest
 
 from neuron_push.accelerator import CpuAccelerator
 from neuron_push.bounce import HostCopies, HostStaged, Slots, StagedMover, StagedTransport
-from neuron_push.errors import ConfigError, PlanError, TransportError
+from neuron_push.errors import ConfigError, PlanError, ProtocolError, TransportError
 from neuron_push.geometry import Region
 from neuron_push.transform import Rows
 from neuron_push.transport import WriteId
@@ -120,6 +120,10 @@ class Inner:
         self.posted.append((source.tolist(), destination.tolist(), payload))
         self.sent[write] = 2
 
+    def fetch(self, read, peer, source, destination, memory):
+        assert read not in self.sent, "a number twice"
+        self.sent[read] = 2
+
     def poll(self, write):
         if self.fail:
             raise self.fail
@@ -198,11 +202,19 @@ class TestTransport:
         self.drive(transport, WriteId(1))
         assert len(slots.free) == 1
 
+    def test_reads_go_by_beside_writes_in_parts(self, transport, inner, copies, device):
+        slab, base = copies.host(64), device.data_ptr()
+        transport.post(WriteId(7), "p", rows((base, 40)), rows((9, 40)), MEMORY, b"")
+        transport.fetch(WriteId(2), "p", rows((5, 8)), rows((slab.base, 8)), MEMORY)
+        self.drive(transport, WriteId(2), WriteId(7))
+        with pytest.raises(ProtocolError, match="not in flight"):
+            transport.poll(WriteId(2))
+
     def test_bytes_that_cannot_be_copied_leave_nothing_in_flight(self, transport, inner, slots):
         with pytest.raises(PlanError, match="no part of a KV cache"):
             transport.post(WriteId(1), "p", rows((64, 8)), rows((9, 8)), MEMORY, b"")
         assert inner.posted == [] and len(slots.free) == 1
-        with pytest.raises(KeyError):  # unknown here and to the agent
+        with pytest.raises(ProtocolError, match="not in flight"):
             transport.poll(WriteId(1))
 
     def test_a_slot_of_a_lost_write_is_used_again_once_the_agent_is_gone(

@@ -64,6 +64,7 @@ class StagedTransport(Wrapped):
         self._copies = copies
         self._slots = slots
         self._posts: dict[WriteId, _Post] = {}
+        self._reads: dict[WriteId, WriteId] = {}  # and their numbers inside
         self._numbers = count(1)
 
     def post(
@@ -82,9 +83,26 @@ class StagedTransport(Wrapped):
         self._posts[write] = _Post(peer, memory, payload, parts)
         self._advance(write)
 
+    def fetch(
+        self,
+        read: WriteId,
+        peer: AgentName,
+        source: Descriptors,
+        destination: Descriptors,
+        memory: tuple[str, str],
+    ) -> None:
+        """Start a READ, which goes to host memory: into a slab."""
+        number = self._reads[read] = WriteId(next(self._numbers))
+        self._inner.fetch(number, peer, source, destination, memory)
+
     def poll(self, write: WriteId) -> WriteState:
-        """Drive one transfer; the slot that a WRITE has is free once it is done."""
-        return self._advance(write) if write in self._posts else self._inner.poll(write)
+        """Drive one WRITE or READ; a slot that it has is free once it is done."""
+        if write not in self._reads:
+            return self._advance(write)
+        state = self._inner.poll(self._reads[write])
+        if state == "done":
+            del self._reads[write]
+        return state
 
     def close(self) -> None:
         """Destroy the agent; its slots are free afterwards."""
@@ -94,7 +112,9 @@ class StagedTransport(Wrapped):
         self._posts.clear()
 
     def _advance(self, write: WriteId) -> WriteState:
-        post = self._posts[write]
+        post = self._posts.get(write)
+        if post is None:
+            raise ProtocolError(f"WRITE {write} is not in flight")
         if post.inner is not None:
             if self._inner.poll(post.inner) == "pending":
                 return "pending"

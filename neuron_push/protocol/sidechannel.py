@@ -118,6 +118,7 @@ class Welcome(Message, frozen=True):
     agent: str
     metadata: bytes
     way: Literal["direct", "packed", "unpacked"] = "direct"  # as prefill has decided
+    readable: bool = True  # False if its pages are not registered: it can push, and lends nothing
 
 
 class Why(Message, frozen=True):

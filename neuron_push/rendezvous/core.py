@@ -233,7 +233,7 @@ class Core:
         self.links.add(link)
         me = context.identity
         welcome = Welcome(me.engine, me.rank, me.incarnation, context.agent, context.metadata,
-                          plan.way)  # fmt: skip
+                          plan.way, readable=not (me.slabs and me.slabs.sole))  # fmt: skip
         context.act(Answer(event.token, welcome, context.generation, hello.metadata))
 
     def _lose(self, link: Link, reason: str, now: float, *, there: bool = False) -> None:

@@ -92,8 +92,11 @@ class Reads:
     def _plan(self, link: Link) -> Plan | None:
         me = self._context.identity
         assert link.ask is not None
+        slabs = me.slabs
         means = Means(
-            decode_slab=me.slabs.slab_bytes if me.slabs else 0, min_run=self._context.config.min_run
+            decode_slab=slabs.slab_bytes if slabs else 0,
+            min_run=self._context.config.min_run,
+            decode_sole=slabs is not None and slabs.sole,
         )
         try:
             return decide(link.geometry, me.geometry, link.ask, means)

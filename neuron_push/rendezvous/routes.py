@@ -193,6 +193,7 @@ class Routes:
             answer.metadata, greeting.peer.geometry, context.generation, heard=now, spoke=now,
             hello=link, arrival=arrival, unpack=unpack, ask=ask,
         )  # fmt: skip
+        opened.read = "unknown" if answer.readable else None
         self._links.add(opened)
         route.links.append(opened)
         context.act(Load(context.generation, agent, answer.metadata))

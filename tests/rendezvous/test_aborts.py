@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from neuron_push.protocol import Welcome
+from neuron_push.rendezvous import core
 from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.producer import SendingState
 from tests.rendezvous.stories import Story, enter_attempt, enter_rotation, enter_sending
@@ -138,3 +140,17 @@ def test_decode_does_not_use_what_it_read_from_a_prefill_that_took_it_for_dead()
     story.until(lambda: story.attempt.reported)
     assert story.attempt.reported == {0: False}
     story.world.settle_down()
+
+
+def test_what_cannot_be_read_is_pushed(monkeypatch):
+    """Pages that are not registered are lent to nobody: decode asks for a push by itself."""
+
+    def unreadable(*words, readable):
+        return Welcome(*words, readable=False)
+
+    monkeypatch.setattr(core, "Welcome", unreadable)
+    story = Story(pull=True)
+    story.until(lambda: story.attempt_state() is AttemptState.ENDED)
+    assert story.attempt.reported == {0: True}
+    story.world.settle_down()
+    assert story.world.counts["sends", "sent"] == 1 and story.world.counts["sends", "lent"] == 0
