@@ -57,6 +57,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tiny_model",
             "trace",
             "top",
+            "rayserve",
         }
     ),
 )

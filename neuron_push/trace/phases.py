@@ -22,10 +22,11 @@ PHASES: Final[Mapping[str, tuple[str, str]]] = {
     "dispatch": ("on the way into the prefill engine's scheduler", "prefill"),
     "queue": ("waiting in the prefill engine's queue", "prefill"),
     "prefill": ("computing the prompt, up to the fence of its last chunk", "prefill"),
+    "hand-over": ("pull: prefill's answer, by way of the router, until decode has it", "decode"),
     "registration wait": ("prompt done, decode engine has not registered yet", "decode"),
-    "match": ("prompt and registration here, last WRITE not posted yet", "prefill"),
-    "post": ("planning and posting the last WRITE", "prefill"),
-    "wire": ("last WRITE on its way", "prefill"),
+    "match": ("both here, last WRITE (pull: first READ) not posted yet", "prefill"),
+    "post": ("planning and posting the last WRITE (pull: first READ)", "prefill"),
+    "wire": ("last WRITE on its way (pull: all READs)", "prefill"),
     "notify": ("landed, until the decode engine knows it has everything", "decode"),
     "first step": ("all KV here, until the first byte of the answer", "decode"),
 }
@@ -94,18 +95,22 @@ def _request(transfer: str, events: Sequence[TraceEvent]) -> Request:
         first.setdefault(event.name, event)
         last[event.name] = event
     found = Request(transfer)
+    if "read posted" in first:
+        found.mode = "pull"
     if "chosen" in first:
         found.mode, _, found.engines = first["chosen"].detail.partition(" ")
     named = first.get("arrived") or first.get("prefill arrived") or first.get("decode arrived")
     found.request = named.detail if named else ""
     failures = [
-        e.name for e in events if "failed" in e.name or e.name in ("retried", "write broken")
+        e.name
+        for e in events
+        if "failed" in e.name or e.name in ("retried", "write broken", "read broken")
     ]
     found.outcome = failures[-1] if failures else "ok"
     if "trace context" in first:
         own, _, above = first["trace context"].detail.partition(" ")
         found.span, found.parent = TraceContext.parse(own), TraceContext.parse(above)
-    found.nbytes = sum(event.value for event in events if event.name == "notified")
+    found.nbytes = sum(event.value for event in events if event.name in ("notified", "read"))
     found.phases = _chain(_marks(first, last))
     return found
 
@@ -118,7 +123,9 @@ def _marks(
     def at(name: str, where: Mapping[str, TraceEvent] = last) -> float | None:
         return where[name].at if name in where else None
 
-    posted = last.get("posted")
+    # A pull READs once the prompt is whole, so all of it is on the way to the first token.
+    pulled = first.get("read posted")
+    posted = pulled or last.get("posted")
     settled = at("settled last")
     ready = [moment for moment in (settled, at("registered")) if moment is not None]
     # A prompt that the decode engine's cache held is served without any WRITE.
@@ -130,10 +137,11 @@ def _marks(
         ("queue", at("prefill scheduled", first)),
         # Without a look into the engine, its answer tells when prefill was over.
         ("prefill", settled if settled is not None else at("prefill answered")),
+        ("hand-over", at("decode arrived", first) if pulled else None),
         ("registration wait", max(ready) if len(ready) == 2 else None),
         ("match", posted.at if posted else None),
         ("post", posted.at + posted.seconds if posted else None),
-        ("wire", at("landed")),
+        ("wire", at("read") if pulled else at("landed")),
         ("notify", received),
         ("first step", at("first byte", first) or at("decode scheduled", first)),
     ]

@@ -12,7 +12,17 @@ from typing import Final
 
 from neuron_push.commands import Offer, Receive, Received, ReceiveFailed, Retire, Settle
 from neuron_push.protocol import Done, Register
-from neuron_push.rendezvous.events import Action, Event, Notified, Notify, Post, Tell, WriteEnded
+from neuron_push.rendezvous.events import (
+    Action,
+    Event,
+    Fetch,
+    Notified,
+    Notify,
+    Post,
+    ReadEnded,
+    Tell,
+    WriteEnded,
+)
 from neuron_push.tracing import Ring
 
 __all__ = ["Tracer"]
@@ -36,11 +46,12 @@ class Tracer:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        # Prompts computed here, attempts of this decode rank, registrations, WRITEs.
+        # Prompts computed here, attempts of this decode rank, registrations, WRITEs, READs.
         self._sources = _Names()
         self._attempts = _Names()
         self._registered = _Names()
         self._writes = _Names()
+        self._reads = _Names()
 
     def saw(self, event: Event, now: float) -> None:
         """An event is about to be handled."""
@@ -63,12 +74,21 @@ class Tracer:
             case Notified(message=Done() as message):
                 name = self._attempts.get(message.attempt, "")
                 self._add("notified", name, now, str(event.agent), value=message.nbytes)
-            case WriteEnded():
-                if name := self._writes.pop(event.write, ""):
-                    kind = "landed" if event.outcome == "done" else f"write {event.outcome}"
-                    self._add(kind, name, now, event.reason)
+            case WriteEnded() | ReadEnded():
+                self._ended(event, now)
             case _:
                 pass
+
+    def _ended(self, event: WriteEnded | ReadEnded, now: float) -> None:
+        """A WRITE or a READ is over."""
+        done = event.outcome == "done"
+        if isinstance(event, WriteEnded):
+            kind = "landed" if done else f"write {event.outcome}"
+            self._add(kind, self._writes.pop(event.write, ""), now, event.reason)
+        else:
+            kind = "read" if done else f"read {event.outcome}"
+            name = self._reads.pop(event.read, "")
+            self._add(kind, name, now, event.reason, value=event.nbytes)
 
     def did(self, action: Action, began: float, ended: float) -> None:
         """An action was carried out."""
@@ -79,6 +99,11 @@ class Tracer:
                     self._writes.note(action.write, name)
                     tokens = action.done.stop - action.done.start
                     self._add("posted", name, began, str(action.agent), ended - began, value=tokens)
+            case Fetch():
+                if name := self._attempts.get(action.attempt, ""):
+                    self._reads.note(action.read, name)
+                    self._add("read posted", name, began, str(action.agent), ended - began,
+                              value=action.stop - action.start)  # fmt: skip
             case Notify(message=Register() as message):
                 self._add("register sent", message.match.transfer, began, str(action.agent))
             case Tell(report=Received() as report):

@@ -54,6 +54,38 @@ def pull(name, begin):
     ]
 
 
+def whole_pull(name, begin):
+    """A pull whose every phase is known: (router, prefill, decode)."""
+
+    def at(ms):
+        return begin + ms / 1000
+
+    router = [
+        event(at(0), "arrived", name, f"req-{name}"),
+        event(at(0.4), "chosen", name, "pull P D"),
+        event(at(1), "sent", name),
+        event(at(40), "prefill answered", name),
+        event(at(80), "first byte", name),
+    ]
+    prefill = [
+        event(at(3), "prefill arrived", name, f"req-{name}"),
+        event(at(5), "prefill scheduled", name),
+        event(at(35), "settled last", name + "#0", value=1000),
+        event(at(45), "registered", name + "#0", "D:0"),
+    ]
+    decode = [
+        event(at(43), "decode arrived", name, f"req-{name}"),
+        event(at(44), "wanted", name + "#0", value=999),
+        event(at(47), "read posted", name + "#0", "P:0", 0.001, 500),
+        event(at(50), "read posted", name + "#0", "P:0", 0.001, 499),
+        event(at(60), "read", name + "#0", value=1 << 20),
+        event(at(70), "read", name + "#0", value=1 << 20),
+        event(at(72), "received", name + "#0"),
+        event(at(75), "decode scheduled", name),
+    ]
+    return router, prefill, decode
+
+
 def tracks():
     parts = [push("a", 100.0), push("b", 100.02, registered=0.040)]
     joined = [[e for part in parts for e in part[side]] for side in range(3)]

@@ -10,10 +10,11 @@ import subprocess
 import pytest
 
 from neuron_push.trace.chrome import trace
+from neuron_push.trace.collect import Clock, Track
 from neuron_push.trace.page import page
 from neuron_push.trace.phases import PHASES, requests, summary
 from neuron_push.tracing import TraceContext
-from tests.trace.sample import event, tracks
+from tests.trace.sample import event, tracks, whole_pull
 
 
 def found():
@@ -22,7 +23,7 @@ def found():
 
 def test_phases_of_a_push_add_up_to_the_time_to_the_first_token():
     each = found()["a"]
-    assert [p.name for p in each.phases] == list(PHASES)
+    assert [p.name for p in each.phases] == [name for name in PHASES if name != "hand-over"]
     lengths = {p.name: round(p.seconds * 1000, 3) for p in each.phases}
     assert lengths == {
         "router": 1, "dispatch": 2, "queue": 2, "prefill": 30, "registration wait": 0,
@@ -72,7 +73,7 @@ def test_the_summary_tells_modes_apart():
 def test_the_perfetto_trace_is_complete_and_states_the_clocks():
     got = json.loads(json.dumps(trace(tracks(), requests(tracks()))))
     slices = [e for e in got["traceEvents"] if e["ph"] == "X" and e["cat"] != "event"]
-    assert {e["name"] for e in slices} == set(PHASES)
+    assert {e["name"] for e in slices} == set(PHASES) - {"hand-over"}  # no whole pull among them
     assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in slices)
     assert {c["source"] for c in got["otherData"]["clocks"]} == {"router", "P rank 0", "D rank 0"}
     assert all(c["error_seconds"] == 0.0001 for c in got["otherData"]["clocks"])
@@ -82,6 +83,23 @@ def test_the_perfetto_trace_is_complete_and_states_the_clocks():
     starts = {(e["cat"], e["id"]) for e in got["traceEvents"] if e["ph"] == "s"}
     ends = {(e["cat"], e["id"]) for e in got["traceEvents"] if e["ph"] == "f"}
     assert starts == ends and starts
+
+
+def test_a_pull_shows_what_a_push_hides_behind_prefill():
+    clock = Clock(0.0, 0.0001)
+    parts = [Track(n, clock, e) for n, e in zip("rpd", whole_pull("p", 50.0), strict=True)]
+    (each,) = requests(parts)
+    assert each.mode == "pull" and each.nbytes == 2 << 20
+    lengths = {phase.name: round(phase.seconds * 1000, 3) for phase in each.phases}
+    assert lengths == {
+        "router": 1, "dispatch": 2, "queue": 2, "prefill": 30, "hand-over": 8,
+        "registration wait": 2, "match": 2, "post": 1, "wire": 22, "notify": 2, "first step": 8,
+    }  # fmt: skip
+    (alone,) = requests(parts[1:])
+    assert alone.mode == "pull", "without a router the READs tell"
+    found = requests([*tracks(), *parts])
+    data = page([*tracks(), *parts], found)
+    assert set(summary(found)) == {"push", "pull"} and '"hand-over"' in data
 
 
 def test_spans_have_the_same_phases():
@@ -166,6 +184,6 @@ def test_a_browser_draws_every_phase_and_every_request(tmp_path):
     drawn = re.findall(r'class="seg" data-phase="([^"]+)"', dom)
     # Two bars of modes, three of requests; every phase of a push in each of its bars.
     assert drawn.count("prefill") == 2 + 3
-    assert set(drawn) == set(PHASES)
+    assert set(drawn) == set(PHASES) - {"hand-over"}
     assert set(re.findall(r'data-transfer="(\w+)"', dom)) == {"a", "b", "c"}
     assert "61.0 ms" in dom
