@@ -61,6 +61,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     connector: Literal["neuron-push", "vllm-push", "vllm-pull", "decode-bench", "none"] = (
         "neuron-push"
     )
+    huge_pages: bool = False
+    """See `options`."""
     progress_delay: Annotated[int, Meta(ge=0)] = 0
     """Of vLLM's connectors, see `options`."""
     settings: dict[str, Any] = {}
@@ -153,6 +155,7 @@ def engine_options(spec: EngineSpec, model: Path, reports: Path) -> EngineOption
         device=spec.device, runner=spec.runner, verify=spec.verify, profile=spec.profile,
         report=str(reports.absolute()), fault=_fault(spec.fault), link=spec.link,
         progress_delay=spec.progress_delay,
+        huge_pages=spec.huge_pages,
     )  # fmt: skip
     executor = "uni" if spec.tp == 1 else "mp"
     arguments = [

@@ -14,10 +14,12 @@ Each view starts with the axes (block, token), so that `view[blocks, tokens]` is
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from neuron_push.emulation import pattern
@@ -89,11 +91,13 @@ class Cache:
 
 
 def allocate(
-    device: Device, shapes: tuple[GroupShape, ...], blocks: int, *, touched: bool = False
-) -> Cache:
+    device: Device, shapes: tuple[GroupShape, ...], blocks: int, *, touched: bool = False,
+    huge: bool = False,
+) -> Cache:  # fmt: skip
     """All groups over one pool of blocks: layer i of every group shares raw memory i.
 
     `touched`: every page of memory is a real one from the start; else those that are written.
+    `huge`: pages of 2 MiB, where the kernel has them.
 
     Raises ConfigError for state groups on a device whose blocks are not each in one piece.
     """
@@ -105,8 +109,7 @@ def allocate(
     page = shapes[0].page_bytes
     assert all(shape.page_bytes == page for shape in shapes)
     depth = max(len(shape.layers) for shape in shapes)
-    # Page-aligned, as a driver's allocation is.
-    raw = np.frombuffer(mmap.mmap(-1, max(1, depth * blocks * page)), np.uint8)
+    raw = pages(depth * blocks * page, huge=huge)
     if touched:
         raw.fill(1)
     rows = raw[: depth * blocks * page].reshape(depth, blocks * page)
@@ -119,6 +122,16 @@ def allocate(
             tensors[name] = _layer_tensor(device, shape, row.view(shape.dtype), blocks)
         views.append(_views(device, shape, whole[: len(shape.layers)], blocks))
     return Cache(tensors, tuple(views), shapes)
+
+
+def pages(nbytes: int, *, huge: bool = False) -> npt.NDArray[np.uint8]:
+    """Memory of this process alone, page-aligned as a driver's allocation is."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(1, nbytes), flags=private)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _layer_tensor(

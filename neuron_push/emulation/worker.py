@@ -72,7 +72,9 @@ class EmulatedRunner:
         options = self.options
         # What sampling leaves unwritten must be copied from real pages all the same.
         touched = options.verify != "full"
-        cache = memory.allocate(self._device, shapes, kv_config.num_blocks, touched=touched)
+        cache = memory.allocate(
+            self._device, shapes, kv_config.num_blocks, touched=touched, huge=options.huge_pages
+        )
         warm_up(self._device, shapes)
         faults, costs = Faults(cache, options.fault), cost.profile(options.profile)
         if options.link:

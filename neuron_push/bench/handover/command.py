@@ -171,7 +171,7 @@ def _limit(template: engines.Template, tokens: int, arrangement: str) -> dict[st
     left = tokens % spec.max_batched or min(tokens, spec.max_batched)
     layers = models.FAMILIES[template.model].get("num_hidden_layers", 4)
     page = KV_BYTES[template.model] // layers * block
-    load = limit.Load(left, layers, page, block, arrangement == "fragmented")
+    load = limit.Load(left, layers, page, block, arrangement == "fragmented", spec.huge_pages)
     took = statistics.median(limit.measure(load, 12, spec.environment))
     step = cost.profile(template.decode.profile).step(0, 1)
     return {

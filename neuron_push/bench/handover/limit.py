@@ -7,7 +7,6 @@ without a pause.
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import time
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from neuron_push.emulation.memory import pages
 from neuron_push.errors import TransportError
 from neuron_push.geometry import Region
 from neuron_push.nixl import NixlTransport
@@ -39,6 +39,8 @@ class Load:
     """One block in one layer."""
     block_tokens: int
     scattered: bool
+    huge: bool = False
+    """Pages of memory are of 2 MiB, as `emulation.options` has it."""
 
     @property
     def pages(self) -> int:
@@ -94,7 +96,7 @@ def measure(load: Load, repeat: int, environment: Mapping[str, str]) -> list[flo
 
 def _open(name: str, load: Load, environment: dict[str, str]) -> tuple[NixlTransport, int, Any]:
     os.environ.update({**QUIET, **environment})
-    memory = np.frombuffer(mmap.mmap(-1, 2 * load.nbytes), np.uint8)
+    memory = pages(2 * load.nbytes, huge=load.huge)
     memory[:] = 1
     base = int(memory.ctypes.data)
     region = Region(base, memory.nbytes, "DRAM", 0)
