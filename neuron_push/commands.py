@@ -98,11 +98,15 @@ class Retire(_Record, frozen=True):
     "finished": what was settled stays on offer until served or the lease ends.
     "preempted": stop reading its blocks; the prompt will be offered again.
     "ended": it will never be complete (aborted, failed, empty); say so to whoever registered.
+
+    `pin` names the source's pin where the engine waits for its `Unpinned` after this, whatever
+    was said before.
     """
 
     source: int
     outcome: Literal["finished", "preempted", "ended"]
     reason: str = ""
+    pin: int = -1
 
 
 Command = Receive | Abandon | Offer | Near | Settle | Retire

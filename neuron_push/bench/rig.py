@@ -11,7 +11,8 @@ import os
 import pickle
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -54,6 +55,13 @@ class Meter:
                 self.wall += clock() - wall
 
         return timed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls in here do not count."""
+        kept = self.wall, self.cpu
+        yield
+        self.wall, self.cpu = kept
 
     def take(self) -> tuple[int, int]:
         taken, self.wall, self.cpu = (self.wall, self.cpu), 0, 0
@@ -134,9 +142,9 @@ class Side:
     @property
     def busy(self) -> bool:
         """Whether vLLM's engine loop would step."""
-        pending = self.scheduler.connector.has_pending_push_work()
-        self._meter.take()
-        return bool(self.scheduler.has_requests() or pending)
+        with self._meter.paused():
+            pending = self.scheduler.connector.has_pending_push_work()
+            return bool(self.scheduler.has_requests() or pending)
 
     def add(self, tokens: list[int], params: dict[str, Any] | None, name: str, output: int) -> Leg:
         """Add a request; its `on_new_request` counts into its first step."""

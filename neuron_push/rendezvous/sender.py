@@ -76,6 +76,8 @@ class Producer:
         """The request left the engine; see `commands.Retire` for what each outcome means."""
         source = self.sources.get(command.source)
         if source is None:
+            if command.pin >= 0:
+                self._context.act(Tell(Unpinned(command.pin)))
             return
         if command.outcome == "finished" and source.last:
             source.finished = now

@@ -4,6 +4,7 @@
 |---|---|---|
 | a failed load is told by | block ids (one KV group only) | request id |
 | results are asked through | get_finished | get_transfer_results |
+| before it preempts, it asks | nobody | has_pending_block_frees |
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ TransferResults = getattr(base, "KVConnectorTransferResults", None)
 
 # Whether a failed load can be reported by request, whatever the cache groups.
 FAILS_BY_REQUEST = TransferResults is not None
+
+# Whether the scheduler asks `has_pending_block_frees` right before each preemption (custody.py).
+ASKS_BEFORE_PREEMPTING = hasattr(base.KVConnectorBase_V1, "has_pending_block_frees")
 
 
 def check_groups(groups: int) -> None:

@@ -138,13 +138,12 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._in_scheduler.finished(request, (block_ids,))
+        return self._in_scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Pins hold what is needed, so vLLM may free its own references at once."""
-        return False, self._in_scheduler.finished(request, block_ids)
+        return self._in_scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         return self._in_scheduler.has_work
@@ -181,16 +180,16 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The form of vLLM 0.29; failures go by `get_block_ids_with_load_errors`."""
-        ended, _ = self._in_worker.results()
-        return None, ended or None
+        sent, ended, _ = self._in_worker.results()
+        return sent or None, ended or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """The form of vLLM 0.30 and later: failures go by request, so not by block as well."""
-        ended, failed = self._in_worker.results()
+        sent, ended, failed = self._in_worker.results()
         if failed:
             self._in_worker.bad_blocks()
         assert compat.TransferResults is not None
-        return compat.TransferResults(finished_recving=ended, failed_recving=failed)
+        return compat.TransferResults(sent, ended, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._in_worker.bad_blocks()

@@ -26,11 +26,12 @@ class StepMeta(KVConnectorMetadata):
 
     `now`: packed commands that leave before the forward. `due`: those that wait for the step's
     settle point. `attempts`: numbers of the attempts that begin with `now` and whose end is to be
-    reported. `idle` says that the step computes nothing, so the worker half may wait a moment for
-    news.
+    reported. `handed`: (pin, request) of finished requests whose blocks vLLM keeps until they are
+    reported sent, which is when the pin is quiet. `idle` says that the step computes nothing, so
+    the worker half may wait a moment for news.
     """
 
-    __slots__ = ("attempts", "due", "idle", "now", "rejected")
+    __slots__ = ("attempts", "due", "handed", "idle", "now", "rejected")
 
     def __init__(
         self,
@@ -38,17 +39,24 @@ class StepMeta(KVConnectorMetadata):
         due: bytes = b"",
         attempts: tuple[int, ...] = (),
         rejected: tuple[Rejection, ...] = (),
+        handed: tuple[tuple[int, str], ...] = (),
         idle: bool = False,
     ) -> None:
         self.now = now
         self.due = due
         self.attempts = attempts
         self.rejected = rejected
+        self.handed = handed
         self.idle = idle
 
     @classmethod
     def of(
-        cls, commands: Sequence[Command], rejected: Sequence[Rejection] = (), idle: bool = False
+        cls,
+        commands: Sequence[Command],
+        rejected: Sequence[Rejection] = (),
+        handed: Sequence[tuple[int, str]] = (),
+        *,
+        idle: bool = False,
     ) -> StepMeta:
         """Sort commands by when they leave, and pack them."""
         now: list[Command] = []
@@ -63,7 +71,7 @@ class StepMeta(KVConnectorMetadata):
                     attempts += (command.attempt,)
         return cls(
             encode(now) if now else b"", encode(due) if due else b"", attempts, tuple(rejected),
-            idle,
+            tuple(handed), idle,
         )  # fmt: skip
 
     @property
@@ -74,7 +82,7 @@ class StepMeta(KVConnectorMetadata):
     def __reduce__(self) -> tuple[Any, ...]:
         if not (self.now or self.due or self.rejected):
             return _empty, (self.idle,)
-        return StepMeta, (self.now, self.due, self.attempts, self.rejected, self.idle)
+        return StepMeta, (self.now, self.due, self.attempts, self.rejected, self.handed, self.idle)
 
 
 def _empty(idle: bool) -> StepMeta:

@@ -2,8 +2,10 @@
 
 vLLM frees a request's blocks without asking on preemption and on recompute after a failed
 load. The references taken here keep them from being handed out again until every rank says
-that nothing reads or writes them any more. How many blocks are held is bounded by the pool, and
-how long by leases, budgets and the fence: a full pool makes new requests wait, not fail.
+that nothing reads or writes them any more. They cost time per block, so blocks are *promised*
+while vLLM's own references keep them, and *held* right before it lets go (custody.py). How many
+blocks are held is bounded by the pool, and how long by leases, budgets and the fence: a full
+pool makes new requests wait, not fail.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Pin:
 
     since: float
     ended: float = 0.0  # when the transfer was over but for what is in flight
+    size: int = 0  # blocks promised or held
     ids: array[int] = field(default_factory=lambda: array("i"))  # promised, not held
     blocks: list[KVCacheBlock] = field(default_factory=list)  # held
     quiet: set[int] = field(default_factory=set)
@@ -43,7 +46,7 @@ class Pins:
         self._world = world
         self._pins: dict[int, Pin] = {}
         self._next = 0
-        self.blocks = 0
+        self.blocks = 0  # promised or held
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -54,20 +57,26 @@ class Pins:
         self._pins[self._next] = Pin(monotonic())
         return self._next
 
-    def add(self, number: int, ids: list[int]) -> None:
-        """Hold more blocks under a pin; null blocks (id 0) are never handed out anyway."""
-        blocks = self._find(ids)
-        self._pool.touch(blocks)
-        self._pins[number].blocks += blocks
-        self.blocks += len(blocks)
-
     def promise(self, number: int, ids: array[int]) -> None:
-        """Name blocks that vLLM holds for now; `hold` takes references before it lets go."""
-        self._pins[number].ids += ids
-        self.blocks += len(ids) - ids.count(0)
+        """Name blocks that vLLM holds for now; `hold` takes references before it lets go.
+
+        A pin that every rank has let go of already takes no more.
+        """
+        pin = self._pins.get(number)
+        if pin is not None:
+            pin.ids.extend(ids)
+            # Holes are at the front of a table.
+            size = len(ids) if not ids or ids[0] else len(ids) - ids.count(0)
+            pin.size += size
+            self.blocks += size
+
+    def promised(self, number: int) -> bool:
+        """Whether vLLM's own references are needed, and no rank has let go yet."""
+        pin = self._pins.get(number)
+        return pin is not None and bool(pin.ids) and not pin.quiet
 
     def hold(self, number: int) -> None:
-        """Take the promised references, unless the pin is gone already."""
+        """Take the promised references, unless the pin is gone; null blocks (id 0) need none."""
         pin = self._pins.get(number)
         if pin is not None and pin.ids:
             blocks = self._find(pin.ids)
@@ -104,7 +113,7 @@ class Pins:
     def drop(self, number: int) -> None:
         """Free a pin that no rank knows."""
         pin = self._pins.pop(number)
-        self.blocks -= len(pin.blocks) + len(pin.ids) - pin.ids.count(0)
+        self.blocks -= pin.size
         if pin.blocks:
             self._pool.free_blocks(reversed(pin.blocks))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
-from neuron_push.commands import Command, Near, Offer, Retire, Settle, pack_ids
+from neuron_push.commands import Command, Near, Offer, Retire, Settle
 from neuron_push.protocol import Match
+from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.pins import Pins
 
 if TYPE_CHECKING:
@@ -30,22 +32,36 @@ class Prefill:
     source: int = 0
     pin: int = -1  # -1: nothing settled
     settled: int = 0
-    tables: list[list[int]] = field(default_factory=list)  # block ids per group
     given: list[int] = field(default_factory=list)  # blocks already told, per group
+    fresh: list[array[int]] = field(default_factory=list)  # blocks that follow, per group
 
 
 class Prefills:
-    """Offers, settles and retires prompts; holds the blocks of what is settled."""
+    """Offers, settles and retires prompts; sees to it that what is settled is held.
+
+    By vLLM itself as long as `custody` says so, by references of ours otherwise.
+    """
 
     def __init__(
-        self, commands: list[Command], sizes: Sequence[int], *, chunks: bool, backoff: int = 0
+        self,
+        commands: list[Command],
+        handed: list[tuple[int, str]],
+        sizes: Sequence[int],
+        custody: Custody,
+        *,
+        chunks: bool,
+        backoff: int = 0,
     ) -> None:
         self._commands = commands
+        self._handed = handed  # (pin, request) whose blocks vLLM keeps until they are sent
         self._sizes = sizes
+        self._custody = custody
         self._chunks = chunks
         self._backoff = backoff
         self._sources = count(1)
         self._running: dict[str, Prefill] = {}
+        self._sending: dict[str, int] = {}  # pins of finished requests whose blocks vLLM keeps
+        self._looked = False  # whether this schedule was checked for preemptions
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -57,60 +73,102 @@ class Prefills:
         prefill = self._running[request.request_id] = Prefill(request, match, tokens)
         self._offer(prefill)
 
+    # ------------------------------------------------------------------ custody
+
+    def before_preemption(self, pins: Pins) -> None:
+        """vLLM may let any running prompt go now: hold all of them."""
+        for prefill in self._running.values():
+            pins.hold(prefill.pin)
+
+    def before_allocation(self, pins: Pins) -> None:
+        """vLLM is about to hand out blocks: hold those of prompts that it let go unasked."""
+        if self._looked:
+            return
+        self._looked = True
+        for prefill in self._running.values():
+            if prefill.request.status == RequestStatus.PREEMPTED:
+                pins.hold(prefill.pin)
+
     def preempted_with_pin(self) -> bool:
         """Whether a preemption is under way whose blocks only our pins still hold."""
         preempted = RequestStatus.PREEMPTED
         return any(p.pin >= 0 and p.request.status == preempted for p in self._running.values())
 
+    # ------------------------------------------------------------------ steps
+
     def step(self, output: SchedulerOutput, pins: Pins) -> None:
         """A step is scheduled: what it preempts is withdrawn, what it computes is settled."""
         running = self._running
-        for name in output.preempted_req_ids or ():
-            if (prefill := running.get(name)) is not None:
-                self._retire(prefill, "preempted", "", pins)
-                self._offer(prefill)
+        self._looked = False
+        if output.preempted_req_ids:
+            self._withdraw(output.preempted_req_ids, pins)
+        scheduled = output.num_scheduled_tokens
         # The V2 runner is told of resumed requests as of new ones.
         for new in output.scheduled_new_reqs:
             if (prefill := running.get(new.req_id)) is not None:
-                prefill.tables = [list(table) for table in new.block_ids]
-                reached = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-                self._settle(prefill, reached, pins)
+                prefill.fresh = [array("i", table) for table in new.block_ids]
+                self._settle(prefill, new.num_computed_tokens + scheduled[new.req_id], pins)
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             if (prefill := running.get(name)) is not None:
                 ids = cached.new_block_ids[index]
                 if name in cached.resumed_req_ids:
-                    prefill.tables = [list(table) for table in ids or ()]
+                    prefill.fresh = [array("i", table) for table in ids or ()]
                 elif ids is not None:
-                    for table, more in zip(prefill.tables, ids, strict=True):
-                        table.extend(more)
-                reached = cached.num_computed_tokens[index] + output.num_scheduled_tokens[name]
-                self._settle(prefill, reached, pins)
+                    for fresh, more in zip(prefill.fresh, ids, strict=True):
+                        fresh.extend(more)
+                self._settle(prefill, cached.num_computed_tokens[index] + scheduled[name], pins)
+        if not self._custody:
+            self.before_preemption(pins)
 
-    def finished(self, request: Request, pins: Pins) -> bool:
-        """A request leaves the engine; whether its complete prompt stays on offer."""
+    def finished(
+        self, request: Request, blocks: tuple[list[int], ...], pins: Pins
+    ) -> tuple[bool, bool]:
+        """A request leaves the engine with these blocks.
+
+        Returns (whether vLLM is to keep them until they are sent, whether the prompt is on offer).
+        """
         prefill = self._running.pop(request.request_id, None)
         if prefill is None:
-            return False
-        if request.status in _FINISHED_WELL and prefill.settled == prefill.tokens:
+            return False, False
+        if request.status not in _FINISHED_WELL or prefill.settled != prefill.tokens:
+            reason = f"the prefill request ended: {status_text(request)}"
+            self._retire(prefill, "ended", reason, pins)
+            return False, False
+        keeps = all(len(ids) >= told for ids, told in zip(blocks, prefill.given, strict=True))
+        if not (keeps and pins.promised(prefill.pin)):
+            pins.hold(prefill.pin)
             self._commands.append(Retire(prefill.source, "finished"))
-            return True
-        reason = f"the prefill request ended: {status_text(request)}"
-        self._retire(prefill, "ended", reason, pins)
-        return False
+            return False, True
+        self._sending[request.request_id] = prefill.pin
+        self._handed.append((prefill.pin, request.request_id))
+        self._commands.append(Retire(prefill.source, "finished", "", prefill.pin))
+        return True, True
+
+    def sent(self, name: str, pins: Pins) -> None:
+        """Every rank is done with a finished prompt: vLLM lets its blocks go."""
+        pin = self._sending.pop(name, None)
+        if pin is not None:
+            pins.drop(pin)
 
     # ------------------------------------------------------------------ inside
+
+    def _withdraw(self, preempted: set[str], pins: Pins) -> None:
+        for name in preempted:
+            if (prefill := self._running.get(name)) is not None:
+                self._retire(prefill, "preempted", "", pins)
+                self._offer(prefill)
 
     def _offer(self, prefill: Prefill) -> None:
         prefill.source = next(self._sources)
         prefill.pin, prefill.settled = -1, 0
-        prefill.tables = [[] for _ in self._sizes]
         prefill.given = [0] * len(self._sizes)
         self._commands.append(Offer(prefill.source, prefill.request.request_id, prefill.match))
 
     def _retire(
         self, prefill: Prefill, outcome: Literal["preempted", "ended"], reason: str, pins: Pins
     ) -> None:
+        pins.hold(prefill.pin)
         pins.ends(prefill.pin)
         self._commands.append(Retire(prefill.source, outcome, reason))
 
@@ -121,21 +179,20 @@ class Prefills:
         last = stop == prompt
         if stop <= prefill.settled or not (last or self._chunks):
             return
-        first = tuple(prefill.given)
-        added = tuple(
-            table[low : -(-stop // size)]
-            for table, low, size in zip(prefill.tables, first, self._sizes, strict=True)
-        )
         if prefill.pin < 0:
             prefill.pin = pins.new()
-        for group, ids in enumerate(added):
-            pins.add(prefill.pin, ids)
-            prefill.given[group] += len(ids)
+        given, fresh = prefill.given, prefill.fresh
+        first, packed = tuple(given), []
+        for group, size in enumerate(self._sizes):
+            ids = fresh[group][: -(-stop // size) - given[group]]
+            del fresh[group][: len(ids)]
+            given[group] += len(ids)
+            pins.promise(prefill.pin, ids)
+            packed.append(ids.tobytes())
         prefill.settled = stop
         if last:
             self._commands.append(Near(prefill.source))
-        packed = tuple([pack_ids(ids) for ids in added])
-        self._commands.append(Settle(prefill.source, stop, first, packed, prefill.pin, last))
+        self._commands.append(Settle(prefill.source, stop, first, tuple(packed), prefill.pin, last))
 
 
 def shorten(request: Request, tokens: int) -> None:

@@ -19,6 +19,7 @@ from neuron_push.sidechannel import Keyring, Listener
 from neuron_push.tracing import Ring
 from neuron_push.versions import check as check_versions
 from neuron_push.vllm import identity
+from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.decodes import Decodes
 from neuron_push.vllm.metadata import IDLE, NOTHING, Rejection, StepMeta, WorkerMeta
 from neuron_push.vllm.moments import Moments
@@ -62,7 +63,12 @@ class SchedulerHalf:
         self._pins: Pins | None = None
         self._commands: list[Command] = []
         self._rejected: list[Rejection] = []
-        self._prefills = Prefills(self._commands, self._sizes, chunks=chunks, backoff=backoff)
+        self._handed: list[tuple[int, str]] = []
+        self._custody = Custody(vllm_config, kv_config)
+        self._prefills = Prefills(
+            self._commands, self._handed, self._sizes, self._custody, chunks=chunks,
+            backoff=backoff,
+        )  # fmt: skip
         self._decodes = Decodes(
             self._commands, self._rejected, self._sizes, patience=config.patience,
             recompute=transfer.kv_load_failure_policy == "recompute", backoff=backoff,
@@ -99,6 +105,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """Note which leg of a transfer a request is, if any."""
+        self._custody.arrived(request)
         try:
             leg = parse(request.kv_transfer_params, self._role, self._config.mode)
         except ParamsError as error:
@@ -120,29 +127,36 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many prompt tokens beyond `computed` come from another engine."""
+        if self._prefills:
+            assert self._pins is not None
+            self._prefills.before_allocation(self._pins)
         return self._decodes.matched_tokens(request, computed)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks are allocated: pin and register them, or let the prompt go."""
         assert self._pins is not None
+        self._custody.admitted(request)
         self._decodes.after_alloc(request, blocks, external, self._pins)
         if self._moments is not None and external:
             self._moments.mark(request.request_id, "decode allocated")
 
-    def finished(self, request: Request, blocks: Sequence[list[int]]) -> dict[str, Any] | None:
+    def finished(
+        self, request: Request, blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """A request leaves the engine; its KV stays on offer if it is a complete prompt.
 
-        `blocks` holds the ids of its blocks, group by group.
+        `blocks` holds the ids of its blocks, group by group. Returns (whether vLLM is to keep
+        them until they are reported sent, what the client hears).
         """
         assert self._pins is not None
+        self._custody.finished(request)
         self._decodes.finished(request, self._pins)
         if self._moments is not None:
             self._moments.finished(request.request_id)
         lends = request.request_id in self._lends
         self._lends.discard(request.request_id)
-        if not self._prefills.finished(request, self._pins):
-            return None
-        return self._coordinates(request, blocks if lends else None)
+        keep, offered = self._prefills.finished(request, blocks, self._pins)
+        return keep, self._coordinates(request, blocks if lends else None) if offered else None
 
     def _coordinates(self, request: Request, blocks: Sequence[list[int]] | None) -> dict[str, Any]:
         """Where a decode engine finds the prompt, in the words of vLLM's connectors."""
@@ -164,6 +178,7 @@ class SchedulerHalf:
 
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
         """Everything the workers must know with this step."""
+        self._custody.scheduled(output)
         if self._prefills:
             assert self._pins is not None
             self._prefills.step(output, self._pins)
@@ -172,9 +187,10 @@ class SchedulerHalf:
         idle = not output.total_num_scheduled_tokens
         if not self._commands and not self._rejected:
             return IDLE if idle and self._pins else NOTHING
-        meta = StepMeta.of(self._commands, self._rejected, idle)
+        meta = StepMeta.of(self._commands, self._rejected, self._handed, idle=idle)
         self._commands.clear()
         self._rejected.clear()
+        self._handed.clear()
         return meta
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -187,6 +203,8 @@ class SchedulerHalf:
                 self._pins.quiet(pin, rank)
             for name, reason in meta.failures:
                 self._remember(name, reason)
+        for request in output.finished_sending or ():
+            self._prefills.sent(request, self._pins)
         # After the pins: a load that is quiet by now needs no references of ours.
         for request in output.finished_recving or ():
             self._decodes.loaded(request, self._pins)
@@ -205,9 +223,13 @@ class SchedulerHalf:
         vLLM preempts one request after another until an allocation succeeds. A preempted
         prefill's blocks come back only when its pin drains, so its first victim must be
         enough. Running requests' own pins never count: they would wait for themselves.
+        It asks right before each preemption, so running prompts are held here (custody.py).
         """
-        pins = self._pins
-        return pins is not None and (pins.soon() or self._prefills.preempted_with_pin())
+        pins, prefills = self._pins, self._prefills
+        if pins is None:
+            return False
+        prefills.before_preemption(pins)
+        return pins.soon() or prefills.preempted_with_pin()
 
     def pinned(self) -> tuple[int, float]:
         """(blocks held, age in seconds of the oldest hold)."""

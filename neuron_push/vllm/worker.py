@@ -63,6 +63,7 @@ class WorkerHalf:
         # Attempts under way, and the packed commands they came in: read only when one fails.
         self._bound: dict[int, bytes] = {}
         self._bad_blocks: set[int] = set()
+        self._handed: dict[int, str] = {}  # requests to report as sent, by their pins
         self._unpinned: list[tuple[int, int]] = []
         self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
@@ -157,6 +158,8 @@ class WorkerHalf:
             return
         if meta.rejected:
             self._rejected += meta.rejected
+        for pin, request in meta.handed:
+            self._handed[pin] = request
         if meta.due:
             self._due.append(meta.due)
         if meta.now:
@@ -195,22 +198,26 @@ class WorkerHalf:
         for packed in due:
             self._thread.submit(packed, fence)
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """(requests whose load ended, those of them that failed) since the last call."""
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """(requests sent, requests whose load ended, those of them that failed), each once."""
         thread = self._thread
         if thread is None:
-            return set(), set()
+            return set(), set(), set()
         if self._meta.idle and not self._rejected:
             self._wait(thread)
         reports = thread.take()
         if not reports and not self._rejected:
-            return set(), set()
+            return set(), set(), set()
         self._last_news = time.monotonic()
+        sent: set[str] = set()
         ended: set[str] = set()
         failed: set[str] = set()
         for report in reports:
             if isinstance(report, Unpinned):
-                self._unpinned.append((report.pin, self._rank))
+                if (name := self._handed.pop(report.pin, None)) is not None:
+                    sent.add(name)
+                else:
+                    self._unpinned.append((report.pin, self._rank))
             elif (packed := self._bound.pop(report.attempt, None)) is not None:
                 ended.add(report.request)
                 if isinstance(report, ReceiveFailed):
@@ -221,7 +228,7 @@ class WorkerHalf:
             failed.add(request)
             self._bad_blocks.update(blocks)
         self._rejected.clear()
-        return ended, failed
+        return sent, ended, failed
 
     def bad_blocks(self) -> set[int]:
         """Blocks whose load failed, for vLLM versions that are told by block."""

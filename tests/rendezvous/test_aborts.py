@@ -5,12 +5,18 @@ The states are enumerated from the code; a new one makes a test fail until it ca
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from neuron_push.commands import Retire, Unpinned
+from neuron_push.config import Config
 from neuron_push.protocol import Welcome
 from neuron_push.rendezvous import core
 from neuron_push.rendezvous.attempt import AttemptState
+from neuron_push.rendezvous.events import Tell
 from neuron_push.rendezvous.producer import SendingState
+from neuron_push.rendezvous.sender import Producer
 from tests.rendezvous.stories import Story, enter_attempt, enter_rotation, enter_sending
 
 MISFORTUNES = {
@@ -154,3 +160,13 @@ def test_what_cannot_be_read_is_pushed(monkeypatch):
     assert story.attempt.reported == {0: True}
     story.world.settle_down()
     assert story.world.counts["sends", "sent"] == 1 and story.world.counts["sends", "lent"] == 0
+
+
+def test_whoever_waits_for_a_pin_is_told_even_if_its_source_is_gone():
+    """A source that a defect ended early has told its pin before anybody waited for it."""
+    told = []
+    producer = Producer(SimpleNamespace(act=told.append, config=Config()), None)
+    producer.retire(Retire(3, "finished"), 0.0)
+    assert not told
+    producer.retire(Retire(3, "finished", "", 7), 0.0)
+    assert told == [Tell(Unpinned(7))]

@@ -5,6 +5,7 @@ Model runner outputs are made by hand, so a test decides what the workers say an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -140,6 +141,9 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
         self.outputs: list[Any] = []
+        # Finished requests whose blocks vLLM keeps, by pin, and the ranks that are done with them.
+        self._handed: dict[int, str] = {}
+        self._done: dict[int, set[int]] = {}
         self._serial = count(1)
 
     def close(self) -> None:
@@ -184,7 +188,9 @@ class Engine:
     def schedule(self) -> tuple[Any, Any]:
         """A scheduler output and the metadata in it."""
         output = self.scheduler.schedule()
-        return output, output.kv_connector_metadata
+        meta = output.kv_connector_metadata
+        self._handed.update(getattr(meta, "handed", ()))
+        return output, meta
 
     def update(self, output: Any, **told: Any) -> None:
         """The step ends: every request whose tokens are all computed samples one."""
@@ -197,10 +203,22 @@ class Engine:
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
-            kv_connector_output=connector_output(**told),
+            kv_connector_output=connector_output(**self._as_workers_say(**told)),
         )
         for each in self.scheduler.update_from_output(output, runner).values():
             self.outputs += each.outputs
+
+    def _as_workers_say(self, unpinned: Any = (), **told: Any) -> dict[str, Any]:
+        """Quiet pins of finished requests go by the name of the request, when all ranks agree."""
+        sent = []
+        for pin, rank in unpinned:
+            if pin in self._handed:
+                ranks = self._done.setdefault(pin, set())
+                ranks.add(rank)
+                if len(ranks) == self.config.parallel_config.tensor_parallel_size:
+                    sent.append(self._handed.pop(pin))
+        left = tuple((pin, rank) for pin, rank in unpinned if pin not in self._done)
+        return {"unpinned": left, "sent": tuple(sent), **told}
 
     def step(self, **told: Any) -> Any:
         """Schedule and end one step; returns its metadata."""
@@ -215,12 +233,14 @@ class Engine:
 def connector_output(
     received: tuple[str, ...] = (), failed: tuple[str, ...] = (),
     unpinned: tuple[tuple[int, int], ...] = (), bad_blocks: tuple[int, ...] = (),
+    sent: tuple[str, ...] = (),
 ) -> KVConnectorOutput | None:  # fmt: skip
     """What all workers of an engine say in one step, in the words of the installed vLLM."""
-    if not (received or failed or unpinned):
+    if not (received or failed or unpinned or sent):
         return None
     by_request = {"failed_recving": set(failed)} if compat.FAILS_BY_REQUEST else {}
     return KVConnectorOutput(
+        finished_sending=set(sent),
         finished_recving={*received, *failed},
         invalid_block_ids=set() if compat.FAILS_BY_REQUEST else set(bad_blocks),
         kv_connector_worker_meta=WorkerMeta(unpinned) if unpinned else None,
@@ -237,6 +257,12 @@ def of_kind(meta: Any, kind: type) -> list[Any]:
         for command in meta.commands
         if isinstance(command, kind)
     ]
+
+
+def preempt_all(engine: Engine) -> None:
+    """Between two steps, as a reset does, which also reports that held blocks stay cached."""
+    with contextlib.suppress(RuntimeError):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
 def unpack_ids(packed: bytes) -> list[int]:

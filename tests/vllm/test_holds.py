@@ -38,7 +38,8 @@ def leg(transfer):
 def test_blocks_are_held_until_every_rank_is_quiet():
     pins = Pins(Pool(), world=2)
     pin = pins.new()
-    pins.add(pin, [1, 2, 3])
+    pins.promise(pin, array("i", [1, 2, 3]))
+    pins.hold(pin)
     assert pins.held(pin) == 3
     pins.quiet(pin, 0)
     assert pins.held(pin) == 3

@@ -32,12 +32,13 @@ def test_empty_metadata_is_not_copied():
 
 
 def test_everything_survives():
-    meta = StepMeta.of(COMMANDS, (("r9", "bad params", (1, 2)),), idle=True)
+    meta = StepMeta.of(COMMANDS, (("r9", "bad params", (1, 2)),), ((4, "q"),), idle=True)
     back = through(meta)
     assert back.commands == COMMANDS
     assert [type(command) for command in back.commands] == [type(c) for c in COMMANDS]
     assert back.commands[0].blocks == (IDS,)
     assert back.attempts == (1,)
+    assert back.handed == ((4, "q"),)
     assert back.rejected == meta.rejected
     assert back.idle
 

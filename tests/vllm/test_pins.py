@@ -19,11 +19,16 @@ def take(pool, number):
     return blocks, [block.block_id for block in blocks]
 
 
+def hold(pins, number, ids):
+    pins.promise(number, array("i", ids))
+    pins.hold(number)
+
+
 def test_pinned_blocks_are_not_handed_out_after_vllm_frees_them(pool):
     pins = Pins(pool, world=1)
     blocks, ids = take(pool, 5)
     pin = pins.new()
-    pins.add(pin, ids)
+    hold(pins, pin, ids)
     pool.free_blocks(blocks)
     free = pool.get_num_free_blocks()
     others, other_ids = take(pool, free)
@@ -40,7 +45,7 @@ def test_the_request_keeps_its_own_reference(pool):
     blocks, ids = take(pool, 3)
     before = pool.get_num_free_blocks()
     pin = pins.new()
-    pins.add(pin, ids)
+    hold(pins, pin, ids)
     pins.quiet(pin, 0)
     assert pool.get_num_free_blocks() == before
     assert all(block.ref_cnt == 1 for block in blocks)
@@ -50,7 +55,7 @@ def test_the_last_rank_frees_and_repeats_are_harmless(pool):
     pins = Pins(pool, world=3)
     blocks, ids = take(pool, 4)
     pin = pins.new()
-    pins.add(pin, ids)
+    hold(pins, pin, ids)
     pool.free_blocks(blocks)
     start = pool.get_num_free_blocks()
     for rank in (0, 0, 2, 2, 0):
@@ -67,8 +72,8 @@ def test_a_pin_grows_and_null_blocks_are_not_held(pool):
     pins = Pins(pool, world=1)
     _, ids = take(pool, 4)
     pin = pins.new()
-    pins.add(pin, [0, *ids[:2]])
-    pins.add(pin, [*ids[2:], 0])
+    hold(pins, pin, [0, *ids[:2]])
+    hold(pins, pin, [0, 0, *ids[2:]])
     assert pins.blocks == 4
     pins.quiet(pin, 0)
     assert pins.blocks == 0
@@ -78,8 +83,8 @@ def test_two_pins_on_one_block_both_count(pool):
     pins = Pins(pool, world=1)
     blocks, ids = take(pool, 1)
     first, second = pins.new(), pins.new()
-    pins.add(first, ids)
-    pins.add(second, ids)
+    hold(pins, first, ids)
+    hold(pins, second, ids)
     pool.free_blocks(blocks)
     pins.quiet(first, 0)
     assert blocks[0].ref_cnt == 1
@@ -92,7 +97,7 @@ def test_cached_blocks_are_freed_from_the_end_of_the_prompt(pool):
     pins = Pins(pool, world=1)
     blocks, ids = take(pool, 3)
     pin = pins.new()
-    pins.add(pin, ids)
+    hold(pins, pin, ids)
     pool.free_blocks(blocks)
     freed = []
     pool.free_blocks = lambda blocks: freed.extend(block.block_id for block in blocks)

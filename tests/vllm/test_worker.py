@@ -156,8 +156,8 @@ class Replay:
         elif call.hook in self.CALLS:
             found = self.CALLS[call.hook](self.half)
             if call.hook in ("get_transfer_results", "get_finished"):
-                self.reported += found[0]
-                assert not found[1]
+                self.reported += found[1]
+                assert not found[0] and not found[2]
 
 
 def replays():
@@ -270,7 +270,7 @@ def test_steps_without_commands_record_no_fence(half, log):
         half.bind(NOTHING)
         half.finish_forward()
         half.settle()
-        assert half.results() == (set(), set())
+        assert half.results() == (set(), set(), set())
         assert half.worker_meta() is None
         assert half.stats() is None
     assert not log
@@ -285,24 +285,24 @@ def test_loads_end_once_whatever_the_thread_repeats(half):
         Received(1, "a"), Received(1, "a"), ReceiveFailed(2, "b", "why", True), Received(2, "b"),
         Received(77, "stranger"),
     ]  # fmt: skip
-    assert half.results() == ({"a", "b"}, {"b"})
+    assert half.results() == (set(), {"a", "b"}, {"b"})
     assert half.bad_blocks() == {9}
     assert half.bad_blocks() == set()
-    assert half.results() == (set(), set())
+    assert half.results() == (set(), set(), set())
 
 
 def test_a_declined_registration_is_never_reported(half):
     half.bind(StepMeta.of((receive(1, "a", blocks=(), stop=0),)))
     half._thread.reports = [ReceiveFailed(1, "a", "unreachable", True)]
-    assert half.results() == (set(), set())
+    assert half.results() == (set(), set(), set())
 
 
 def test_rejections_fail_at_once_and_without_waiting(half, log):
     half.bind(StepMeta.of((), (("bad", "why", (3, 4)),), idle=True))
-    assert half.results() == ({"bad"}, {"bad"})
+    assert half.results() == (set(), {"bad"}, {"bad"})
     assert half.bad_blocks() == {3, 4}
     assert not log
-    assert half.results() == (set(), set())
+    assert half.results() == (set(), set(), set())
 
 
 def test_pins_are_told_with_the_rank_and_once(log):
@@ -313,13 +313,23 @@ def test_pins_are_told_with_the_rank_and_once(log):
     assert half.worker_meta() is None
 
 
+def test_a_request_whose_blocks_vllm_keeps_is_reported_sent_once(log):
+    half = half_with(log, rank=2)
+    half.bind(StepMeta.of((RETIRE,), handed=((5, "p"),)))
+    assert half.results() == (set(), set(), set())
+    half._thread.reports = [Unpinned(6), Unpinned(5), Unpinned(5)]
+    assert half.results() == ({"p"}, set(), set())
+    assert half.worker_meta().unpinned == ((6, 2), (5, 2))  # repeats are harmless
+    assert half.results() == (set(), set(), set())
+
+
 def test_a_dead_thread_fails_what_is_under_way_and_what_comes_after(half):
     half.bind(StepMeta.of((receive(1, "a"),)))
     half._thread.failure = RuntimeError("no memory")
     half.bind(StepMeta.of((receive(2, "b"),)))
     half._thread.reports = [ReceiveFailed(1, "a", "stopped", False)]
-    assert half.results() == ({"a", "b"}, {"a", "b"})
-    assert half.results() == (set(), set())
+    assert half.results() == (set(), {"a", "b"}, {"a", "b"})
+    assert half.results() == (set(), set(), set())
     meta = half.worker_meta()  # says why, and lets no pin go
     assert meta is None or (meta.failures and not meta.unpinned)
 
