@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
@@ -37,6 +38,9 @@ class EmulatedPlatform(CpuPlatform):
         executor = parallel.distributed_executor_backend
         block = cache.block_size if cache.user_specified_block_size else None
         super().check_and_update_config(vllm_config)
+        # That platform has each process import everything anew, for the sake of OpenMP threads
+        # that are not used here: forking halves the time to start.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         scheduler.async_scheduling = asynchronous
         parallel.distributed_executor_backend = executor
         parallel.worker_cls = WORKER

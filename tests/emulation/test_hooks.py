@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from neuron_push.emulation import runners
+from neuron_push.emulation import runners, worker
+from neuron_push.errors import ConfigError
 from tests.emulation import kit
 from tests.vllm_hooks.traces import TRACES, parse_trace
 
@@ -184,6 +185,16 @@ def test_answers_carry_the_log_probabilities_that_were_asked_for(config, recorde
     assert answer.logprobs.logprob_token_ids.tolist() == [[token, token, 0]]
     rows = answer.prompt_logprobs_dict["r"].logprob_token_ids.tolist()
     assert rows == [[token, token] for token in PROMPT[1:]]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [("speculative_config", "drafts nothing"), ("lora_config", "no weights")]
+)
+def test_what_is_not_emulated_is_refused_at_the_start(setting, words):
+    plain = {"speculative_config": None, "lora_config": None}
+    worker._refuse(SimpleNamespace(**plain))
+    with pytest.raises(ConfigError, match=f"{words}.*; leave it out"):
+        worker._refuse(SimpleNamespace(**{**plain, setting: object()}))
 
 
 def test_a_failed_device_fails_the_step():
