@@ -155,6 +155,21 @@ def test_what_prefill_computed_arrives_in_the_registered_blocks(
         assert not ours[:, rest].any()
 
 
+def test_every_metric_that_counts_bytes_moves(pair: tuple[Engine, Engine]) -> None:
+    """The others are those of the state machines (tests/rendezvous/test_random.py)."""
+    prefill, decode = pair
+    fill(prefill)
+    prefill.thread.submit(encode(settled()))
+    decode.thread.submit(encode([receive(prefill)]))
+    decode.hears(lambda report: report == Received(1, "r1"))
+    prefill.hears(lambda report: report == Unpinned(71))
+    sent, sizes = prefill.thread.tally.take()
+    got, _ = decode.thread.tally.take()
+    nbytes = MATCH.tokens * 2 * HEADS * WIDTH * 4 * LAYERS
+    assert sent["bytes"][""] == got["received_bytes"][""] == nbytes
+    assert sent["copies"][""] == sum(sizes["transfer_copies_size"]) > 0
+
+
 def test_a_finished_prompt_is_read_from_its_blocks_and_then_let_go(
     pair: tuple[Engine, Engine],
 ) -> None:

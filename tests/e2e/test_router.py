@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 from collections.abc import AsyncIterator
@@ -98,3 +99,34 @@ async def test_a_bad_request_is_the_clients_alone(router, client):
         async with client.post(f"{router.url}/v1/completions", json=body) as answer:
             assert answer.status == 404
     assert await metric(client, router, "neuron_push_router_quarantines_total") == 0
+
+
+async def doctor(*words: str) -> tuple[int, list[dict[str, str]]]:
+    """`neuron-push doctor` as an operator runs it: exit status, findings."""
+    command = [sys.executable, "-m", "neuron_push.cli", "doctor", "--json", "--peer-only", *words]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    text, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, json.loads(text)["findings"]
+
+
+async def test_the_doctor_says_that_two_live_engines_can_talk_and_how(fleet: Fleet) -> None:
+    here, there = (f"127.0.0.1:{engine.side_port}" for engine in (fleet.decode, fleet.prefill))
+    status, findings = await doctor("--engine", here, "--peer", there)
+    by_check = {finding["check"]: finding for finding in findings}
+    (pair,) = [finding for check, finding in by_check.items() if check.startswith("peer.pair.")]
+    assert pair["level"] == "ok" and "direct" in pair["seen"], findings
+    assert "kv_producer" in by_check["peer.answers"]["seen"]
+    assert by_check["peer.reachable"]["level"] == "ok"
+    assert status == 0, findings
+
+
+async def test_the_doctor_says_why_two_live_engines_cannot_talk(fleet: Fleet) -> None:
+    here = f"127.0.0.1:{fleet.prefill.side_port}"
+    status, findings = await doctor("--engine", here, "--peer", here)
+    assert status == 2
+    assert "peer.roles" in {f["check"] for f in findings if f["level"] == "error"}
+    (port,) = free_ports(1)
+    status, findings = await doctor("--engine", here, "--peer", f"127.0.0.1:{port}")
+    assert status == 2
+    assert [f["check"] for f in findings] == ["peer.answers"]

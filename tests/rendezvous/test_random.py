@@ -5,12 +5,15 @@ Any failure names its profile and seed; `scenario.run(seed, PROFILES[name])` rep
 
 from __future__ import annotations
 
+import ast
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import neuron_push.rendezvous as rendezvous
 from tests.rendezvous.profiles import PROFILES
 from tests.rendezvous.scenario import run
 
@@ -82,3 +85,23 @@ def test_trouble_really_happens():
     assert total["links_lost", ""] > 20
     assert sum(world.outcomes["Received"] for world in worlds) > 20
     assert sum(world.outcomes["ReceiveFailed"] for world in worlds) > 20
+
+
+def counted_names():
+    """What the state machines count: the first argument of every `count(...)` in their sources."""
+    for path in Path(rendezvous.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr == "count" and ast.unparse(node.func.value).endswith("context"):
+                yield node.args[0].value
+
+
+def test_every_metric_of_the_state_machines_moves():
+    moved = set()
+    for seed in range(10):
+        counts = play("chaos, many engines", seed).counts
+        moved |= {name for (name, _), value in counts.items() if value > 0}
+    # Messages here carry no sizes: tests/test_transfer.py has bytes. Defects are never honest:
+    # tests/hostile has them.
+    assert moved == set(counted_names()) - {"received_bytes", "defects"}
