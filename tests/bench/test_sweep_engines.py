@@ -6,6 +6,7 @@ from neuron_push.bench.sweep import command, engines
 from neuron_push.bench.sweep.cells import Cell
 from neuron_push.bench.sweep.columns import KINDS
 from neuron_push.cli import make_parser
+from neuron_push.config import Config
 from neuron_push.emulation import fleet, models
 from neuron_push.errors import ConfigError
 
@@ -33,6 +34,12 @@ def test_only_the_connector_differs_from_column_to_column(kind):
         assert getattr(spec, field) == getattr(TEMPLATE.decode, field)
     expected = "none" if kind == "decode-bench" else "sampled"  # its KV follows no pattern
     assert spec.verify == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_settings_of_every_kind_are_ones_that_the_connector_has(kind):
+    if KINDS[kind].connector == "neuron-push":
+        Config.parse(KINDS[kind].settings, {})
 
 
 def test_memory_of_all_pairs_is_known_before_they_start():
