@@ -39,13 +39,12 @@ class Step:
     allowed: Mapping[str, np.ndarray] = field(default_factory=dict)
     """By request, tokens that a grammar allows; known when `drawable` is set."""
     sampled: list[list[int]] = field(default_factory=list)
+    error: BaseException | None = None
 
     def allow(self, tokens: Mapping[str, np.ndarray]) -> None:
         """Let tokens be drawn, for some requests out of these only."""
         self.allowed = tokens
         self.drawable.set()
-
-    error: BaseException | None = None
 
 
 class StepFence:
@@ -172,7 +171,7 @@ class Writer:
         summary.late_seconds += max(0.0, self._free_at - end)
         self._reporter.step_done()
         for piece in step.pieces:
-            if piece.start < piece.state.prompt <= piece.start + piece.count:
+            if piece.completes_prompt:
                 self._reporter.prompt_done(piece.state.request, step.launched, self._free_at)
 
     # ------------------------------------------------------------------ reading
