@@ -1,6 +1,8 @@
 """What lies between the engines: from records, moments and traces to figures."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -86,6 +88,17 @@ def test_the_table_shows_every_case_and_the_parts():
     _, push, least = command._lines(figures)
     assert "12.3" in push and "wire 9.9" in push
     assert "write 8.4, 64 copies" in least
+
+
+def test_memory_is_that_of_whole_process_groups():
+    child = subprocess.Popen(
+        [sys.executable, "-c", "b = bytearray(64 << 20); print(1, flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    with child:
+        child.stdout.readline()
+        assert 64 << 20 < measure.peak([child.pid]) < 128 << 20
+        child.stdin.close()
 
 
 def test_figures_are_medians_in_milliseconds():

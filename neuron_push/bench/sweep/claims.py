@@ -20,7 +20,9 @@ SHIPPED: Final = Path(__file__).parent / "claims.yaml"
 SUSTAINED: Final = 0.95
 State = Literal["holds", "missed", "not measured"]
 Place = tuple[str, ...]
-METRICS: Final = ("ttft", "tpot", "handover", "handover_token", "handover_client")
+Metric = Literal[
+    "ttft", "tpot", "handover", "handover_token", "handover_client", "memory", ""
+]  # fmt: skip
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +30,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     id: str
     text: str
-    metric: Literal["ttft", "tpot", "handover", "handover_token", "handover_client", ""] = ""
+    metric: Metric = ""
     column: str = ""
     cells: tuple[str, ...] = ()
     """Empty: every cell that was measured."""
@@ -109,8 +111,10 @@ def holds(claim: Claim, ratio: statistics.Ratio) -> bool:
 
 
 def values(result: Result, metric: str) -> list[float]:
-    """Per request, in seconds."""
+    """Per request, in seconds; of memory, one number of bytes."""
     own = result.neuron_push
+    if metric == "memory":
+        return [float(own.memory)] if own.memory else []
     if metric == "ttft":
         return [ttft + own.added for ttft in result.ttfts]
     found: list[float] = own.tpots if metric == "tpot" else getattr(own, metric)

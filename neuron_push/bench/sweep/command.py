@@ -143,7 +143,10 @@ def _sides(pair: engines.Pair, column: columns.Column) -> Sides:
         for rank in range(engine.spec.tp)
         if column.dispatch != "prefill" or engine is pair.prefill
     ]
-    return Sides(pair.target(column.dispatch), moments(pair.prefill), moments(pair.decode), reports)
+    return Sides(
+        pair.target(column.dispatch), moments(pair.prefill), moments(pair.decode), reports,
+        [engine.pid for engine in pair.engines],
+    )  # fmt: skip
 
 
 def _warm(tools: Tools, wanted: Sequence[Cell], fragmented: bool, pair: engines.Pair) -> None:

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +73,8 @@ class Sides:
     decode: Path | None = None
     reports: Sequence[Path] = ()
     """Summaries of emulated ranks."""
+    groups: Sequence[int] = ()
+    """Process groups of the engines."""
     added: float = 0.0
     """See `results.Own`."""
 
@@ -136,7 +139,7 @@ def measure(tools: Tools, run: Run, sides: Sides) -> results.Own:
         column=run.column, repeat=run.repeat, seed=run.seed, fragmented=tools.fragmented,
         tpots=results.tpots(raw), unfit=unfit(before, _summaries(sides.reports)),
         descriptors=(_descriptors(sides.target) - copies) / (prompts + 1), setup=tools.setup,
-        added=sides.added,
+        added=sides.added, memory=peak(sides.groups),
     )  # fmt: skip
     handovers(own, records[1:], {name: look.read() for name, look in looks.items()})
     results.finish(raw, own, tools.folder / run.file)
@@ -173,6 +176,22 @@ def unfit(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
         if each["wrong_rows"]
     ]
     return reasons
+
+
+def peak(groups: Sequence[int]) -> int:
+    """Bytes: the most that each process of these groups has had resident, summed up."""
+    total = 0
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with suppress(OSError):  # one that has just ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) not in groups:
+                continue
+            for line in (folder / "status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1]) << 10
+    return total
 
 
 def _files(sides: Sides) -> dict[str, Path]:

@@ -47,6 +47,8 @@ class Own(msgspec.Struct, kw_only=True):
     """Why durations of this run are not to be believed; none if they are."""
     descriptors: float = 0.0
     """Copies per request that the connector posted, as its metrics say; 0: not known."""
+    memory: int = 0
+    """Most bytes that the engines' processes have had resident, KV included; 0: not known."""
     setup: dict[str, Any] = {}
 
 
