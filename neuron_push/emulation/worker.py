@@ -99,6 +99,9 @@ class EmulatedRunner:
         if self._writer is not None:
             self._writer.close()
 
+    def shutdown(self) -> None:
+        """What some versions' workers call; `close` comes before."""
+
     # ------------------------------------------------------------------ each step
 
     def execute_model(self, output: Any) -> Any:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
@@ -105,3 +107,29 @@ def test_the_command_line_knows_it(capsys):
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--help"])
     assert "--peer HOST:PORT" in capsys.readouterr().out
+
+
+def test_a_key_file_that_cannot_be_used_is_an_error(tmp_path, capsys):
+    words = ("--side-channel-keys", str(tmp_path / "absent"), "--json")
+    assert run(healthy(tmp_path), *words) == 2
+    checks = {f["check"] for f in json.loads(capsys.readouterr().out)["findings"]
+              if f["level"] == "error"}  # fmt: skip
+    assert checks == {"network.keys"}
+
+
+def test_every_finding_is_provoked_by_a_test():
+    """By the name of its check, or of the part before what is filled in."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
+    names = set()
+    for path in Path(command.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if called and node.func.id in ("error", "warning") and node.args:
+                text = ast.unparse(node.args[0]).lstrip("f").strip("'")
+                names.add(text.partition("{")[0])
+    assert len(names) > 25
+    # These read the name from a variable: each of the places is told apart in its own test file.
+    names -= {"check"}
+    left = {name for name in names if name not in tests}
+    # Variables are listed by their own names.
+    assert {name for name in left if name.rpartition(".")[2] not in tests} == set()
