@@ -9,8 +9,8 @@ On the way to the thread commands are packed (`encode`): the engine's main loop 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from struct import pack
 from typing import Literal
 
 import msgspec
@@ -21,9 +21,9 @@ from neuron_push.protocol import Address, Match
 GroupBlocks = tuple[bytes, ...]
 
 
-def pack_ids(ids: Iterable[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
     """Block ids as int32 of this machine: they travel without an object per block."""
-    return array("i", ids).tobytes()
+    return pack(f"{len(ids)}i", *ids)
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True):

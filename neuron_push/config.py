@@ -115,7 +115,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     NEURON_PUSH_HOST_STAGING=1. Uses `staging_slabs` and `staging_slab_bytes`."""
 
     idle_poll: Seconds = 0.02
-    """Polling period of the transfer thread when nothing is expected."""
+    """Polling period of the transfer thread when nothing is expected; twice as long once nothing
+    has happened for a hundred periods."""
 
     waiting_poll: Seconds = 0.004
     """Polling period while transfers wait for the other engine."""

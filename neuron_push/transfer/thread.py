@@ -111,7 +111,7 @@ class TransferThread:
     def wait(self, timeout: float) -> bool:
         """Wait for a report, at most `timeout` seconds; whether there is one."""
         with self._news:
-            if not self._reports:
+            if not self._reports and timeout > 0:
                 self._news.wait(timeout)
             return bool(self._reports)
 

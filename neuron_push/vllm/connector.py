@@ -46,6 +46,10 @@ except ImportError:  # vLLM 0.29
 class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
     """Pushes KV from prefill to decode engines; see the package docstring for its parts."""
 
+    # The half of this role; the other half's hooks are not called.
+    _in_scheduler: SchedulerHalf
+    _in_worker: WorkerHalf
+
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
 
@@ -62,25 +66,17 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
         compat.check_groups(len(kv_cache_config.kv_cache_groups))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._last_pinned = (0, 0.0)
+        self._last_pinned = (0, 0)
         if role is KVConnectorRole.SCHEDULER:
             from neuron_push.vllm.scheduler import SchedulerHalf
 
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+            self._scheduler = self._in_scheduler = SchedulerHalf(
+                vllm_config, kv_cache_config, config
+            )
         else:
             from neuron_push.vllm.worker import WorkerHalf
 
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, config)
-
-    @property
-    def _in_scheduler(self) -> SchedulerHalf:
-        assert self._scheduler is not None
-        return self._scheduler
-
-    @property
-    def _in_worker(self) -> WorkerHalf:
-        assert self._worker is not None
-        return self._worker
+            self._worker = self._in_worker = WorkerHalf(vllm_config, kv_cache_config, config)
 
     # ------------------------------------------------------------------ class-wide
 
@@ -210,9 +206,10 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             return self._worker.stats()
         pinned = self._in_scheduler.pinned()
-        if pinned == self._last_pinned:
+        shown = (pinned[0], int(pinned[1]))  # an age that only grows is told once a second
+        if shown == self._last_pinned:
             return None
-        self._last_pinned = pinned
+        self._last_pinned = shown
         gauges = {"pinned_blocks": pinned[0], "pinned_age_seconds": pinned[1]}
         return PushStats({"counters": {}, "samples": {}, "gauges": gauges})
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from neuron_push.commands import Abandon, Command, Receive
+from neuron_push.commands import Abandon, Command, Receive, pack_ids
 from neuron_push.protocol import Match
 from neuron_push.vllm.compat import FAILS_BY_REQUEST
 from neuron_push.vllm.metadata import Rejection
@@ -103,7 +102,7 @@ class Decodes:
         first = tuple([start // size for size in self._sizes])
         tables = blocks.get_block_ids()
         wanted = [
-            array("i", table[low : -(-stop // size)])
+            table[low : -(-stop // size)]
             for table, low, size in zip(tables, first, self._sizes, strict=True)
         ]
         if decode.reject:
@@ -119,7 +118,7 @@ class Decodes:
         self._commands.append(
             Receive(
                 decode.attempt, request.request_id, leg.prefill, leg.engine, match, start, stop,
-                first, tuple([ids.tobytes() for ids in wanted]), decode.pin,
+                first, tuple([pack_ids(ids) for ids in wanted]), decode.pin,
                 leg.patience or self._patience, self._hold_failure, leg.pull,
             )
         )  # fmt: skip
@@ -173,7 +172,7 @@ class Decodes:
             )
         )  # fmt: skip
 
-    def _fail(self, decode: Decode, name: str, ids: array[int]) -> None:
+    def _fail(self, decode: Decode, name: str, ids: list[int]) -> None:
         logger.warning("request %s fails: %s", name, decode.reject)
         decode.settled = True
         self._rejected.append((name, decode.reject, tuple(ids)))

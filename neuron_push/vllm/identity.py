@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-# vLLM numbers the samples of a request that asks for several, in front.
+# vLLM numbers the samples of a request that asks for several, in front, and appends a dash and
+# eight hex digits to each request id.
+_ID = re.compile(r"(?:\d+_)?(.*)-[0-9a-f]{8}", re.DOTALL)
 _SAMPLE = re.compile(r"^\d+_")
-# vLLM appends a dash and eight hex digits to each request id.
-_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-# A completion request with several prompts becomes several requests, numbered before the suffix.
-_INDEX = re.compile(r"^cmpl-.*-(\d+)$")
 
 # Model configuration that decides what the KV bytes mean.
 _MODEL_FIELDS = (
@@ -30,12 +28,13 @@ _MODEL_FIELDS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling",
     "rope_parameters", "rms_norm_eps", "sliding_window", "kv_lora_rank", "qk_rope_head_dim",
 )  # fmt: skip
-_HEAD, _TAIL, _SPREAD = 32, 32, 64
+_HEAD, _TAIL, _SPREAD = 16, 16, 16
 
 
 def base_id(request: str) -> str:
     """A request id without its engine's random suffix and without the number of a sample."""
-    return _SUFFIX.sub("", _SAMPLE.sub("", request))
+    found = _ID.fullmatch(request)
+    return found[1] if found else _SAMPLE.sub("", request)
 
 
 def match_of(request: Request, transfer: str, counterpart: str = "") -> Match:
@@ -47,13 +46,15 @@ def match_of(request: Request, transfer: str, counterpart: str = "") -> Match:
     """
     base = base_id(request.request_id)
     if transfer:
-        index = _INDEX.match(base)
-        transfer = f"{transfer}#{index.group(1)}" if index else transfer
-    elif _SUFFIX.search(counterpart):
+        # A completion request with several prompts becomes several requests, numbered.
+        head, _, index = base.rpartition("-")
+        if index.isdecimal() and head.startswith("cmpl-"):
+            transfer = f"{transfer}#{index}"
+    elif _ID.fullmatch(counterpart):
         base = base_id(counterpart)
     tokens: Sequence[int] = request.prompt_token_ids or ()
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(array("q", _sample(tokens) if transfer else tokens).tobytes())
+    sample = array("q", _sample(tokens) if transfer else tokens)
+    digest = hashlib.blake2b(sample, digest_size=16)
     for feature in request.mm_features or ():
         digest.update(str(feature.identifier).encode())
     if request.lora_request is not None:

@@ -59,16 +59,26 @@ class StepMeta(KVConnectorMetadata):
         idle: bool = False,
     ) -> StepMeta:
         """Sort commands by when they leave, and pack them."""
-        now: list[Command] = []
-        due: list[Command] = []
+        due = [command for command in commands if isinstance(command, Settle | Retire)]
+        now = [command for command in commands if not isinstance(command, Settle | Retire)]
+        return cls.pack(now, due, rejected, handed, idle=idle)
+
+    @classmethod
+    def pack(
+        cls,
+        now: Sequence[Command],
+        due: Sequence[Command],
+        rejected: Sequence[Rejection] = (),
+        handed: Sequence[tuple[int, str]] = (),
+        *,
+        idle: bool = False,
+    ) -> StepMeta:
+        """Pack commands that are sorted already."""
         attempts: tuple[int, ...] = ()
-        for command in commands:
-            if isinstance(command, Settle | Retire):
-                due.append(command)
-            else:
-                now.append(command)
-                if isinstance(command, Receive) and command.start < command.stop:
-                    attempts += (command.attempt,)
+        if now:
+            attempts = tuple(
+                [c.attempt for c in now if isinstance(c, Receive) and c.start < c.stop]
+            )
         return cls(
             encode(now) if now else b"", encode(due) if due else b"", attempts, tuple(rejected),
             tuple(handed), idle,

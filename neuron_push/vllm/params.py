@@ -7,8 +7,9 @@ never stops an engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from neuron_push.errors import NeuronPushError
 from neuron_push.protocol import MAX_TEXT, Address
@@ -23,16 +24,14 @@ class ParamsError(NeuronPushError):
     """The request's kv_transfer_params cannot be used; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLeg:
+class PrefillLeg(msgspec.Struct, frozen=True):
     """This engine computes the prompt and hands it over; `pull` if its answer says from where."""
 
     transfer: str
     pull: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLeg:
+class DecodeLeg(msgspec.Struct, frozen=True):
     """Another engine computes the prompt; its KV is pushed here, or READ from there (`pull`)."""
 
     transfer: str

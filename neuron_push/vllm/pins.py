@@ -10,7 +10,6 @@ pool makes new requests wait, not fail.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -33,7 +32,7 @@ class Pin:
     since: float
     ended: float = 0.0  # when the transfer was over but for what is in flight
     size: int = 0  # blocks promised or held
-    ids: array[int] = field(default_factory=lambda: array("i"))  # promised, not held
+    ids: list[int] = field(default_factory=list)  # promised, not held
     blocks: list[KVCacheBlock] = field(default_factory=list)  # held
     quiet: set[int] = field(default_factory=set)
 
@@ -57,7 +56,7 @@ class Pins:
         self._pins[self._next] = Pin(monotonic())
         return self._next
 
-    def promise(self, number: int, ids: array[int]) -> None:
+    def promise(self, number: int, ids: Sequence[int]) -> None:
         """Name blocks that vLLM holds for now; `hold` takes references before it lets go.
 
         A pin that every rank has let go of already takes no more.
@@ -82,7 +81,7 @@ class Pins:
             blocks = self._find(pin.ids)
             self._pool.touch(blocks)
             pin.blocks += blocks
-            pin.ids = array("i")
+            pin.ids = []
 
     def _find(self, ids: Sequence[int]) -> list[KVCacheBlock]:
         table = self._pool.blocks

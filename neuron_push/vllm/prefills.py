@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
-from neuron_push.commands import Command, Near, Offer, Retire, Settle
+from neuron_push.commands import Command, Near, Offer, Retire, Settle, pack_ids
 from neuron_push.protocol import Match
 from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.pins import Pins
@@ -32,8 +31,8 @@ class Prefill:
     source: int = 0
     pin: int = -1  # -1: nothing settled
     settled: int = 0
-    given: list[int] = field(default_factory=list)  # blocks already told, per group
-    fresh: list[array[int]] = field(default_factory=list)  # blocks that follow, per group
+    given: list[int] = field(init=False)  # blocks already told, per group
+    fresh: list[list[int]] = field(init=False)  # blocks that follow, per group; vLLM's own lists
 
 
 class Prefills:
@@ -45,6 +44,7 @@ class Prefills:
     def __init__(
         self,
         commands: list[Command],
+        due: list[Command],
         handed: list[tuple[int, str]],
         sizes: Sequence[int],
         custody: Custody,
@@ -53,6 +53,7 @@ class Prefills:
         backoff: int = 0,
     ) -> None:
         self._commands = commands
+        self._due = due  # commands that wait for the step's settle point
         self._handed = handed  # (pin, request) whose blocks vLLM keeps until they are sent
         self._sizes = sizes
         self._custody = custody
@@ -106,17 +107,18 @@ class Prefills:
         # The V2 runner is told of resumed requests as of new ones.
         for new in output.scheduled_new_reqs:
             if (prefill := running.get(new.req_id)) is not None:
-                prefill.fresh = [array("i", table) for table in new.block_ids]
+                prefill.fresh = list(new.block_ids)
                 self._settle(prefill, new.num_computed_tokens + scheduled[new.req_id], pins)
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             if (prefill := running.get(name)) is not None:
                 ids = cached.new_block_ids[index]
                 if name in cached.resumed_req_ids:
-                    prefill.fresh = [array("i", table) for table in ids or ()]
+                    prefill.fresh = list(ids or ())
                 elif ids is not None:
-                    for fresh, more in zip(prefill.fresh, ids, strict=True):
-                        fresh.extend(more)
+                    for group, more in enumerate(ids):
+                        fresh = prefill.fresh[group]
+                        prefill.fresh[group] = fresh + more if fresh else more
                 self._settle(prefill, cached.num_computed_tokens[index] + scheduled[name], pins)
         if not self._custody:
             self.before_preemption(pins)
@@ -138,11 +140,11 @@ class Prefills:
         keeps = all(len(ids) >= told for ids, told in zip(blocks, prefill.given, strict=True))
         if not (keeps and pins.promised(prefill.pin)):
             pins.hold(prefill.pin)
-            self._commands.append(Retire(prefill.source, "finished"))
+            self._due.append(Retire(prefill.source, "finished"))
             return False, True
         self._sending[request.request_id] = prefill.pin
         self._handed.append((prefill.pin, request.request_id))
-        self._commands.append(Retire(prefill.source, "finished", "", prefill.pin))
+        self._due.append(Retire(prefill.source, "finished", "", prefill.pin))
         return True, True
 
     def sent(self, name: str, pins: Pins) -> None:
@@ -163,6 +165,7 @@ class Prefills:
         prefill.source = next(self._sources)
         prefill.pin, prefill.settled = -1, 0
         prefill.given = [0] * len(self._sizes)
+        prefill.fresh = [[] for _ in self._sizes]
         self._commands.append(Offer(prefill.source, prefill.request.request_id, prefill.match))
 
     def _retire(
@@ -170,7 +173,7 @@ class Prefills:
     ) -> None:
         pins.hold(prefill.pin)
         pins.ends(prefill.pin)
-        self._commands.append(Retire(prefill.source, outcome, reason))
+        self._due.append(Retire(prefill.source, outcome, reason))
 
     def _settle(self, prefill: Prefill, reached: int, pins: Pins) -> None:
         """With this step's fence, tokens up to `reached` may be read."""
@@ -184,15 +187,17 @@ class Prefills:
         given, fresh = prefill.given, prefill.fresh
         first, packed = tuple(given), []
         for group, size in enumerate(self._sizes):
-            ids = fresh[group][: -(-stop // size) - given[group]]
-            del fresh[group][: len(ids)]
+            ids, count = fresh[group], -(-stop // size) - given[group]
+            fresh[group] = ids[count:]
+            if len(ids) > count:
+                ids = ids[:count]
             given[group] += len(ids)
             pins.promise(prefill.pin, ids)
-            packed.append(ids.tobytes())
+            packed.append(pack_ids(ids))
         prefill.settled = stop
         if last:
             self._commands.append(Near(prefill.source))
-        self._commands.append(Settle(prefill.source, stop, first, tuple(packed), prefill.pin, last))
+        self._due.append(Settle(prefill.source, stop, first, tuple(packed), prefill.pin, last))
 
 
 def shorten(request: Request, tokens: int) -> None:

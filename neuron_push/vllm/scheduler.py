@@ -62,11 +62,12 @@ class SchedulerHalf:
         self._parallel = parallel
         self._pins: Pins | None = None
         self._commands: list[Command] = []
+        self._due: list[Command] = []  # wait for the step's settle point
         self._rejected: list[Rejection] = []
         self._handed: list[tuple[int, str]] = []
         self._custody = Custody(vllm_config, kv_config)
         self._prefills = Prefills(
-            self._commands, self._handed, self._sizes, self._custody, chunks=chunks,
+            self._commands, self._due, self._handed, self._sizes, self._custody, chunks=chunks,
             backoff=backoff,
         )  # fmt: skip
         self._decodes = Decodes(
@@ -163,7 +164,7 @@ class SchedulerHalf:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": None if blocks is None else [list(ids) for ids in blocks],
+            "remote_block_ids": None if blocks is None else list(blocks),
             "remote_engine_id": self._engine,
             "remote_request_id": request.request_id,
             "remote_host": self._address.host,
@@ -185,10 +186,11 @@ class SchedulerHalf:
         if self._moments is not None:
             self._moments.step(output.num_scheduled_tokens)
         idle = not output.total_num_scheduled_tokens
-        if not self._commands and not self._rejected:
+        if not (self._commands or self._due or self._rejected):
             return IDLE if idle and self._pins else NOTHING
-        meta = StepMeta.of(self._commands, self._rejected, self._handed, idle=idle)
+        meta = StepMeta.pack(self._commands, self._due, self._rejected, self._handed, idle=idle)
         self._commands.clear()
+        self._due.clear()
         self._rejected.clear()
         self._handed.clear()
         return meta
@@ -214,7 +216,7 @@ class SchedulerHalf:
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping although no request asks for it."""
-        return bool(self._commands or self._rejected or self._pins)
+        return bool(self._commands or self._due or self._rejected or self._pins)
 
     @property
     def frees_soon(self) -> bool:

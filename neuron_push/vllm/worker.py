@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # After this long without any report, empty steps wait longer.
 QUIET = 1.0
+# Least seconds between two tellings of measurements while transfers go on.
+TOLD = 0.5
 
 
 class WorkerHalf:
@@ -68,6 +70,7 @@ class WorkerHalf:
         self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
         self._last_news = 0.0
+        self._last_told = -TOLD
 
     # ------------------------------------------------------------------ memory
 
@@ -247,10 +250,19 @@ class WorkerHalf:
         return meta
 
     def stats(self) -> PushStats | None:
-        """Measurements since the last call; None when nothing happened."""
-        if self._thread is None or not self._thread.tally.dirty:
+        """Measurements since they were told last; None when nothing happened.
+
+        Told when something has ended, and otherwise now and then: vLLM's main loop works on
+        each telling.
+        """
+        thread = self._thread
+        if thread is None or not thread.tally.dirty:
             return None
-        return PushStats.of(self._thread.tally.take())
+        now = time.monotonic()
+        if self._last_news <= self._last_told and now < self._last_told + TOLD:
+            return None
+        self._last_told = now
+        return PushStats.of(thread.tally.take())
 
     # ------------------------------------------------------------------ inside
 
