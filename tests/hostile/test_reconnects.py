@@ -1,4 +1,4 @@
-"""Engines that come and go: on the same port, hundreds of times, without growth."""
+"""Engines that come and go: on the same port, a thousand times, without growth."""
 
 from __future__ import annotations
 
@@ -103,13 +103,6 @@ def settled(scene, d):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_two_hundred_reconnects_leave_nothing_behind(stage):
-    many(stage, 200)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_thousand_reconnects_leave_nothing_behind(stage):
     many(stage, 1000)
