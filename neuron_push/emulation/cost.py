@@ -3,8 +3,9 @@
     step = base + prefill tokens * per_prefill_token + (per_decode_step if anything decodes)
     transfer = latency + bytes / bandwidth
 
-A decode step costs the same for one request and for a full batch, as memory-bound decoding
-nearly does.
+A request that computes one token decodes, also the last token of a prompt whose KV came from
+elsewhere. A decode step costs the same for one request and for a full batch, as memory-bound
+decoding nearly does.
 """
 
 from __future__ import annotations

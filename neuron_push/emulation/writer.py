@@ -142,7 +142,8 @@ class Writer:
         clock, summary = self._clock, self._reporter.summary
         tokens = sum(piece.count for piece in step.pieces)
         decodes = sum(piece.decodes for piece in step.pieces)
-        modelled = self._costs.step(tokens - decodes, decodes)
+        single = sum(piece.count == 1 for piece in step.pieces)
+        modelled = self._costs.step(tokens - single, single)
         end = max(step.launched, self._free_at) + modelled
         clock.sleep_until(end - self._pace * tokens)
         begun, worked = clock.now(), time.thread_time()

@@ -64,6 +64,14 @@ def test_writes_are_counted_by_whether_the_next_step_was_launched():
     assert (engine.seen.writes_early, engine.seen.writes_late) == (2, 2)
 
 
+def test_the_first_step_over_kv_from_elsewhere_costs_a_decode_step():
+    engine = kit.Engine(profile="qwen3-32b-tp8-p5en")
+    engine.step(new=[("r", PROMPT, BLOCKS, len(PROMPT) - 1)], scheduled={"r": 1})
+    assert engine.seen.modelled_seconds == pytest.approx(5.6e-3)
+    engine.step(cached=[("r", None, len(PROMPT))], scheduled={"r": 1})
+    assert engine.seen.modelled_seconds == pytest.approx(2 * 5.6e-3)
+
+
 def test_the_thread_works_launches_off_and_ends():
     engine = kit.Engine()
     engine.writer.start()

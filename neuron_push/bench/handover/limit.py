@@ -1,8 +1,7 @@
 """The limit of a handover: one WRITE of the bytes that are left, and its notification.
 
 Two processes with a NIXL agent each, as two engines have, over memory arranged like a rank's KV:
-`layers` planes of pages. One posts and polls without a pause, the other looks for notifications
-without a pause.
+`layers` planes of pages. One posts and polls, the other looks for notifications; nothing else runs.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from neuron_push.nixl import NixlTransport
 from neuron_push.transport import AgentName, WriteId
 
 PATIENCE: Final = 60.0
+# Seconds between two looks: a process that spins is set back where cores are few.
+LOOK: Final = 2e-5
 QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 Descriptors = Any
 
@@ -110,7 +111,7 @@ def _receive(pipe: Connection, load: Load, repeat: int, environment: dict[str, s
     agent.notify(AgentName("limit-p"), b"hello")
     for _ in range(repeat):
         while not agent.notifications():
-            pass
+            time.sleep(LOOK)
         pipe.send(time.monotonic())
     with suppress(EOFError):
         pipe.recv()  # the other end closes when it is done
@@ -131,8 +132,8 @@ def _send(
         began = time.monotonic()
         agent.post(WriteId(number), peer, source, destination, ("DRAM", "DRAM"), b"done")
         while agent.poll(WriteId(number)) != "done":
-            pass
-        while not pipe.poll(0):
+            time.sleep(LOOK)
+        while not pipe.poll(LOOK):
             agent.notifications()
         took.append(pipe.recv() - began)
     result.send(took[1:])  # the first one opens connections
