@@ -192,3 +192,36 @@ def test_container_files_copy_what_is_there(file):
         if line.startswith("COPY "):
             for source in line.split()[1:-1]:
                 assert (ROOT / source).exists(), f"{source} is in the build context"
+
+
+INSTRUCTIONS = {
+    "FROM",
+    "ARG",
+    "ENV",
+    "RUN",
+    "COPY",
+    "WORKDIR",
+    "USER",
+    "EXPOSE",
+    "ENTRYPOINT",
+    "CMD",
+}
+
+
+@pytest.mark.parametrize(
+    "file", sorted((DEPLOY / "containers").iterdir()), ids=lambda path: path.name
+)
+def test_container_files_are_well_formed(file):
+    """Known instructions, shell that parses, arguments that are declared, no floating base."""
+    text = re.sub(r"\\\n\s*", " ", re.sub(r"^\s*#.*\n", "", file.read_text(), flags=re.MULTILINE))
+    lines = [line.split(None, 1) for line in text.splitlines() if line.strip()]
+    declared = {rest.partition("=")[0] for word, rest in lines if word == "ARG"}
+    for word, rest in lines:
+        assert word in INSTRUCTIONS, word
+        if word == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+        if word == "FROM":
+            assert not rest.split()[0].endswith(":latest")
+            assert set(re.findall(r"\$\{(\w+)\}", rest)) <= declared
+        if word in ("ENTRYPOINT", "CMD"):
+            assert json.loads(rest), "the exec form: signals reach the process"

@@ -116,7 +116,7 @@ async def test_the_doctor_says_that_two_live_engines_can_talk_and_how(fleet: Fle
     by_check = {finding["check"]: finding for finding in findings}
     (pair,) = [finding for check, finding in by_check.items() if check.startswith("peer.pair.")]
     assert pair["level"] == "ok" and "direct" in pair["seen"], findings
-    assert "kv_producer" in by_check["peer.answers"]["seen"]
+    assert "producer" in by_check["peer.answers"]["seen"]
     assert by_check["peer.reachable"]["level"] == "ok"
     assert status == 0, findings
 
