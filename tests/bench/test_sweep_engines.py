@@ -1,14 +1,18 @@
 """Which engines a sweep makes of its fleet file, and how the command reads its options."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from neuron_push.bench.sweep import command, engines
-from neuron_push.bench.sweep.cells import Cell
+from neuron_push.bench.sweep import command, engines, results
+from neuron_push.bench.sweep.cells import Cell, Run
 from neuron_push.bench.sweep.columns import KINDS
+from neuron_push.bench.sweep.measure import RunFailed
 from neuron_push.cli import make_parser
 from neuron_push.config import Config
 from neuron_push.emulation import fleet, models
 from neuron_push.errors import ConfigError
+from tests.bench.kit import write
 
 TEMPLATE = engines.Template.of(fleet.load(command.SHIPPED))
 
@@ -87,3 +91,23 @@ def test_a_running_engine_is_named_by_its_url():
     assert command._engine("http://d:8200").url == "http://d:8200"
     with pytest.raises(ConfigError, match="http://d:1#side=x"):
         command._engine("http://d:1#side=x")
+
+
+def test_a_run_that_fails_twice_is_told_and_the_next_one_follows(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measure(tools, run, sides):
+        asked.append(run.column)
+        if run.column == "pull":
+            raise RunFailed("3 of 4: no room")
+        return results.read(write(tmp_path, run.column, run.cell, run.repeat, 0.1)).neuron_push
+
+    monkeypatch.setattr(command, "measure", measure)
+    tools = SimpleNamespace(folder=tmp_path, setup={})
+    runs = [Run(column, Cell(64, 1.0, 8), 1) for column in ("pull", "push")]
+    args = SimpleNamespace(seconds=1.0, out=tmp_path)
+    assert command._all(args, tools, runs, lambda run: None) == 1
+    assert asked == ["pull", "pull", "push"]
+    said = capsys.readouterr().out
+    assert "failed, once more: 3 of 4: no room" in said and "1 runs unfit or failed" in said
+    assert results.finished(tmp_path, runs[1]) and not results.finished(tmp_path, runs[0])

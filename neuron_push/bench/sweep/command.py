@@ -19,8 +19,8 @@ from neuron_push import processes
 from neuron_push.bench.sweep import cells, columns, engines, proxy, results, setup, statistics
 from neuron_push.bench.sweep.cells import Cell, Run
 from neuron_push.bench.sweep.churn import churn
-from neuron_push.bench.sweep.load import Load
-from neuron_push.bench.sweep.measure import Sides, Tools, measure, quick
+from neuron_push.bench.sweep.load import Load, LoadFailed
+from neuron_push.bench.sweep.measure import RunFailed, Sides, Tools, measure, quick
 from neuron_push.bench.sweep.progress import Progress, duration
 from neuron_push.emulation import cost, fleet, models
 from neuron_push.errors import ConfigError
@@ -88,7 +88,10 @@ def _emulated(
     _fits(template, longest)
     kinds = list(dict.fromkeys(column.kind for column in chosen.values()))
     needed = engines.memory_needed(kinds, template, KV_BYTES.get(template.model, 32 << 10))
-    together = not args.one_pair and needed < engines.memory_free()
+    free = engines.memory_free()
+    together = not args.one_pair and needed < free
+    if not together and len(kinds) > 1:
+        print(f"one pair of engines at a time: all need {needed >> 30} GiB, {free >> 30} are free")
     runs, skipped = _left(args, cells.rounds(
         list(chosen), wanted, args.repeats, together=together, fragmented=args.fragmented
     ))  # fmt: skip
@@ -235,22 +238,30 @@ def _all(
     args: argparse.Namespace, tools: Tools, runs: Sequence[Run], sides: Callable[[Run], Sides]
 ) -> int:
     progress = Progress(len(runs), args.seconds)
-    unfit = 0
+    bad = 0
     for run in runs:
         print(progress.line(f"{run.column} {run.cell.name} round {run.repeat}"), flush=True)
-        found = sides(run)
-        for attempt in range(ATTEMPTS):
-            own = measure(tools, run, found)
-            if not own.unfit:
-                break
-            again = ", once more" if attempt + 1 < ATTEMPTS else ""
-            print(f"  unfit{again}: {'; '.join(own.unfit)}")
-        unfit += bool(own.unfit)
-        print(f"  {_summary(tools.folder / run.file)}", flush=True)
+        bad += not _one(tools, run, sides(run))
         progress.step()
-    print(f"done after {duration(progress.clock() - progress.began)}; {unfit} runs unfit")
+    print(f"done after {duration(progress.clock() - progress.began)}; {bad} runs unfit or failed")
     (args.out / "setup.json").write_text(json.dumps(tools.setup, indent=1))
-    return 1 if unfit else 0
+    return 1 if bad else 0
+
+
+def _one(tools: Tools, run: Run, sides: Sides) -> bool:
+    """Whether a run succeeded; what failed has no file, and the next call tries it again."""
+    for attempt in range(ATTEMPTS):
+        again = ", once more" if attempt + 1 < ATTEMPTS else ""
+        try:
+            own = measure(tools, run, sides)
+        except (RunFailed, LoadFailed) as error:
+            print(f"  failed{again}: {error}", flush=True)
+            continue
+        print(f"  {_summary(tools.folder / run.file)}", flush=True)
+        if not own.unfit:
+            return True
+        print(f"  unfit{again}: {'; '.join(own.unfit)}", flush=True)
+    return False
 
 
 def _summary(path: Path) -> str:
