@@ -54,8 +54,7 @@ def latent(folder: Path) -> Path:
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
         "num_key_value_heads": model.heads, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE,
         "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "q_lora_rank": None,
-        "first_k_dense_replace": model.layers, "n_routed_experts": None,
-        "moe_intermediate_size": 64,
+        "first_k_dense_replace": model.layers, "moe_intermediate_size": 64,
     })  # fmt: skip
 
 
