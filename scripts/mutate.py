@@ -2,6 +2,7 @@
 
     python scripts/mutate.py            a line per mutant, and exit status 1 if one survives
     python scripts/mutate.py --list     only say what would be falsified
+    python scripts/mutate.py TEXT       only mutants whose line contains this
 
 A mutant is one keyword argument of a `Plane` (or an axis of `geometry.axes`) whose value is wrong
 by one element or by a factor of two. Each runs the tests below in a process of its own, which stops
@@ -56,9 +57,12 @@ def values(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         if node.func.id == "Plane":
+            # What an opaque page holds is in its tag; nothing is computed from its width.
+            opaque = any(keyword.arg == "interior" for keyword in node.keywords)
             for keyword in node.keywords:
                 if keyword.arg in FIELDS and not _is_zero(keyword.value):
-                    yield keyword.arg, keyword.value
+                    if not (opaque and keyword.arg == "width"):
+                        yield keyword.arg, keyword.value
         elif node.func.id == "beside":
             yield from zip(("offset", "width"), node.args[1:], strict=True)
         elif node.func.id == "Axis" and len(node.args) == 3:
@@ -126,9 +130,11 @@ def survives(mutant: Mutant | None) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="only say what would be falsified")
+    parser.add_argument("only", nargs="?", default="", help="text in the mutants' lines")
     options = parser.parse_args()
+    every = [mutant for mutant in mutants() if options.only in str(mutant)]
     if options.list:
-        print(*mutants(), sep="\n")
+        print(*every, sep="\n")
         return 0
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
@@ -137,7 +143,7 @@ def main() -> int:
     if not survives(None):
         print("the tests fail without any mutant; nothing is proved")
         return 1
-    left, began, every = [], time.monotonic(), list(mutants())
+    left, began = [], time.monotonic()
     for number, mutant in enumerate(every, 1):
         alive = survives(mutant)
         left += [mutant] * alive

@@ -1,6 +1,7 @@
 """Builders are compared with the addresses of single elements of real tensors."""
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,30 @@ def test_keys_may_be_wider_than_values():
     tensor = torch.zeros(2, 1, 4, 24 + 16)
     key, value = interleaved(View.of(tensor), Place(0, 0, tensor.data_ptr()), key_width=24)
     assert (key.width, value.width, value.offset) == (24, 16, 24 * 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (interleaved, (3, 2, 4, 8)),
+        (split_first, (2, 3, 2, 4, 8)),
+        (block_first, (3, 2, 2, 4, 8)),
+        (cpu_attn_vec, (3, 2, 4, 8)),
+        (partial(cpu_attn_opaque, isa="amx"), (3, 2, 4, 8)),
+        (mla, (3, 4, 8)),
+        (lambda view, place: [single(view, place, "k", "BHND")], (3, 2, 4, 8)),
+        (lambda view, place: [fp8_packed_key(view, place)], (3, 2, 4, 8, 2)),
+        (lambda view, place: [state([view], place)], (3, 64)),
+    ],
+)
+def test_planes_begin_where_the_tensor_lies_in_its_allocation(build, shape):
+    count = torch.Size(shape).numel()
+    store = torch.arange(1000 + count, dtype=torch.int32)
+    view = View.of(store[1000:].view(shape))
+    first, *others = build(view, Place(0, 0, store.data_ptr()))
+    assert first.offset == 4000
+    last = max([first, *others], key=lambda plane: plane.offset)
+    assert 4000 <= last.offset < 4000 + 4 * count
 
 
 def test_latent_caches_may_carry_a_head_axis_of_one():
