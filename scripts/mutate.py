@@ -60,9 +60,9 @@ def values(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             # What an opaque page holds is in its tag; nothing is computed from its width.
             opaque = any(keyword.arg == "interior" for keyword in node.keywords)
             for keyword in node.keywords:
-                if keyword.arg in FIELDS and not _is_zero(keyword.value):
-                    if not (opaque and keyword.arg == "width"):
-                        yield keyword.arg, keyword.value
+                counts = keyword.arg in FIELDS and not (opaque and keyword.arg == "width")
+                if keyword.arg and counts and not _is_zero(keyword.value):
+                    yield keyword.arg, keyword.value
         elif node.func.id == "beside":
             yield from zip(("offset", "width"), node.args[1:], strict=True)
         elif node.func.id == "Axis" and len(node.args) == 3:
