@@ -6,12 +6,13 @@ import pytest
 
 from neuron_push.bench.sweep import command, engines, results
 from neuron_push.bench.sweep.cells import Cell, Run
+from neuron_push.bench.sweep.churn import answers
 from neuron_push.bench.sweep.columns import KINDS
 from neuron_push.bench.sweep.measure import RunFailed
 from neuron_push.cli import make_parser
 from neuron_push.config import Config
 from neuron_push.emulation import fleet, models
-from neuron_push.errors import ConfigError
+from neuron_push.errors import ConfigError, NeuronPushError
 from tests.bench.kit import write
 
 TEMPLATE = engines.Template.of(fleet.load(command.SHIPPED))
@@ -111,3 +112,17 @@ def test_a_run_that_fails_twice_is_told_and_the_next_one_follows(tmp_path, monke
     said = capsys.readouterr().out
     assert "failed, once more: 3 of 4: no room" in said and "1 runs unfit or failed" in said
     assert results.finished(tmp_path, runs[1]) and not results.finished(tmp_path, runs[0])
+
+
+@pytest.mark.parametrize(("blocks", "size", "at_once"), [(2560, 16, 8), (4096, 16, 32), (9, 32, 2)])
+def test_answers_that_scatter_blocks_fill_the_pool_without_running_out(blocks, size, at_once):
+    sizes = answers(blocks, size, at_once)
+    held = sum(-(-(prompt + count) // size) for prompt, count in sizes)
+    assert blocks - 1 - 2 * at_once <= held <= blocks - 1 - at_once
+    assert len({prompt for prompt, _ in sizes}) == min(at_once, size - 1) or at_once > size - 1
+    assert all(prompt > 0 and count > 0 for prompt, count in sizes)
+
+
+def test_a_pool_too_small_to_scatter_is_said_to_be_so():
+    with pytest.raises(NeuronPushError, match="too few"):
+        answers(16, 16, 8)

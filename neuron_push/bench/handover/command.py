@@ -114,8 +114,7 @@ def _arranged(
             if arrangement == "fragmented" and (column.kind not in scattered or not up.together):
                 scattered.add(column.kind)
                 print(f"scattering the blocks of {column.kind}")
-                for engine in pair.engines:
-                    churn(engine)
+                churn(pair.engines)
             driver = Driver(server, pair, column.dispatch)
             for tokens in args.lengths:
                 print(f"round {turn + 1}: {name}, {arrangement}, {tokens} tokens", flush=True)

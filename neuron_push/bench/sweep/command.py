@@ -155,9 +155,8 @@ def _sides(pair: engines.Pair, column: columns.Column) -> Sides:
 def _warm(tools: Tools, wanted: Sequence[Cell], fragmented: bool, pair: engines.Pair) -> None:
     """Connections, and memory touched for the first time, are not what is measured."""
     if fragmented:
-        for engine in pair.engines:
-            print(f"scattering the blocks of {engine.name}")
-            churn(engine)
+        print(f"scattering the blocks of {pair.kind}")
+        churn(pair.engines)
     dispatch = {"vllm-pull": "pull", "decode-bench": "decode"}.get(
         columns.KINDS[pair.kind].connector, "push"
     )
@@ -254,8 +253,12 @@ def _one(tools: Tools, run: Run, sides: Sides) -> bool:
         again = ", once more" if attempt + 1 < ATTEMPTS else ""
         try:
             own = measure(tools, run, sides)
-        except (RunFailed, LoadFailed) as error:
+        except RunFailed as error:
             print(f"  failed{again}: {error}", flush=True)
+            continue
+        except LoadFailed as error:
+            print(f"  failed{again}: {error}", flush=True)
+            tools.load.restart()
             continue
         print(f"  {_summary(tools.folder / run.file)}", flush=True)
         if not own.unfit:

@@ -32,6 +32,12 @@ class Load:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
+        self.restart()
+        return self
+
+    def restart(self) -> None:
+        """A fresh process, after one has ended or hung."""
+        self.close()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -43,7 +49,6 @@ class Load:
         except BaseException:
             self.close()
             raise
-        return self
 
     def __exit__(
         self,
