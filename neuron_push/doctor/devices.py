@@ -72,8 +72,8 @@ def neuron(machine: Machine) -> Iterator[Finding]:
             f"{efa.instance_type(machine.root) or 'this machine'}: {len(files)} Neuron devices and "
             "no EFA device",
             "Neuron memory can be registered over EFA only; trn2.3xlarge has none",
-            "use an instance with EFA (trn2.48xlarge), with its interfaces attached; or, slowly, set "
-            "host_staging (NEURON_PUSH_HOST_STAGING=1)",
+            "use an instance with EFA (trn2.48xlarge), with its interfaces attached; or, slowly, "
+            "set host_staging (NEURON_PUSH_HOST_STAGING=1)",
         )
     elif adapters < len(files):
         yield warning(

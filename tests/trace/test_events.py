@@ -10,7 +10,7 @@ import pytest
 from neuron_push.commands import Offer, Receive, Received, Retire, Settle
 from neuron_push.errors import TransportError
 from neuron_push.protocol import Address, Done, Events, Match, Register, TraceEvent
-from neuron_push.rendezvous.events import Notified, Notify, Tell, WriteEnded
+from neuron_push.rendezvous.events import Fetch, Notified, Notify, ReadEnded, Tell, WriteEnded
 from neuron_push.sidechannel import Listener, ask
 from neuron_push.trace.collect import collect, side_channel
 from neuron_push.trace.command import table
@@ -99,14 +99,34 @@ def test_the_tracer_follows_a_transfer_on_the_decode_side():
     assert [n for n, _ in names(tracer.ring)] == ["wanted", "register sent", "notified", "received"]
 
 
+def test_the_tracer_follows_a_pull_on_the_decode_side():
+    tracer = Tracer(Ring(100, "D"))
+    receive = Receive(4, "r", Address("h", 1), "P", MATCH, 0, 99, (0,), (b"",), 1, 9.0, True)
+    tracer.saw(receive, 1.0)
+    tracer.did(Fetch(7, 4, 1, "P:0", None, None, (), (), 0, 64), 2.0, 2.5)
+    tracer.did(Fetch(8, 4, 1, "P:0", None, None, (), (), 64, 99), 2.5, 2.6)
+    tracer.saw(ReadEnded(7, "done", nbytes=640), 3.0)
+    tracer.saw(ReadEnded(8, "broken", "gone"), 4.0)
+    tracer.saw(ReadEnded(8, "done"), 5.0)  # of nobody any more
+    events = tracer.ring.batch().events
+    kinds = ["wanted", "read posted", "read posted", "read", "read broken"]
+    assert [e.name for e in events] == kinds and {e.transfer for e in events} == {"T"}
+    assert (events[1].at, events[1].seconds, events[1].value) == (2.0, 0.5, 64)
+    assert (events[3].value, events[4].detail) == (640, "gone")
+
+
 def test_the_tracers_tables_are_bounded(monkeypatch):
     monkeypatch.setattr(tracer_module, "MOST", 10)
     tracer = Tracer(Ring(10, "P"))
     for number in range(100):
         tracer.saw(Offer(number, "r", MATCH), 1.0)
-        tracer.saw(Notified("D", Register(number, 0, MATCH, 0, 1, (), 1)), 1.0)
+        tracer.saw(Notified("D:0", Register(number, 0, MATCH, 0, 1, (), 1)), 1.0)
         tracer.did(post(number, number), 1.0, 1.0)
-    assert max(len(t) for t in (tracer._sources, tracer._registered, tracer._writes)) <= 10
+        where = Address("h", 1)
+        tracer.saw(Receive(number, "r", where, "P", MATCH, 0, 1, (0,), (b"",), 1, 9.0), 1.0)
+        tracer.did(Fetch(number, number, 1, "P", None, None, (), (), 0, 1), 1.0, 1.0)
+    tables = tracer._sources, tracer._registered, tracer._writes, tracer._reads
+    assert max(map(len, tables)) <= 10 and all(tables)
 
 
 def test_the_scheduler_half_adds_when_requests_arrive_and_run():
