@@ -1,7 +1,9 @@
 """`neuron-push bench faults`: how soon a fault is told, and how soon blocks come back.
 
-Transfer threads over real NIXL on loopback, one of them in a process that is killed; no engine,
-so what an engine's step loop adds is not in here. Each case runs on a link that is in use.
+First transfer threads over real NIXL on loopback, one of them in a process that is killed; no
+engine, so what an engine's step loop adds is not in there. Each case runs on a link that is in use.
+Then the same script for this connector and vLLM's NixlPushConnector, driven by vLLM's scheduler
+(rival.py), in two columns.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import argparse
 import json as jsonlib
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from neuron_push.bench import rival
 from neuron_push.bench.child import Child
 from neuron_push.bench.rank import ENVIRONMENT, Rank, Shape
 from neuron_push.config import Config
@@ -34,11 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeat", type=int, default=3, help="times each fault is made (3)")
+    parser.add_argument(
+        "--rival-wait", type=float, default=30.0, metavar="S",
+        help="how long either connector is waited for with engines, seconds (30)",
+    )  # fmt: skip
+    parser.add_argument("--no-engines", action="store_true", help="transfer threads only")
 
 
 def main(args: argparse.Namespace) -> int:
     """Entry for the command line; exit status 1 if the median of a figure misses its target."""
-    report = run(args.json, repeat=args.repeat)
+    report = run(args.json, repeat=args.repeat, wait=0.0 if args.no_engines else args.rival_wait)
     return 0 if all(row["within_target"] is not False for row in report["figures"]) else 1
 
 
@@ -79,16 +88,22 @@ class Bench:
 
 
 def prefill_killed(bench: Bench) -> None:
-    """P dies with a WRITE half landed."""
+    """P dies with a WRITE half landed: fail tells D at once, recompute when it is fenced."""
+    for policy in ("fail", "recompute"):
+        with ExitStack() as stack:
+            _kill_prefill(Bench(stack, bench.config, bench.figures), policy)
+
+
+def _kill_prefill(bench: Bench, policy: str) -> None:
     prefill, decode = bench.decode_here()
     prefill.call("arm", "posted", "stop", "D")
     prefill.call("offer", "hit", BLOCKS, 1)
-    attempt = decode.want("hit", BLOCKS, prefill.address)
+    attempt = decode.want("hit", BLOCKS, prefill.address, hold=policy == "recompute")
     prefill.wait_until("T")
     killed = time.monotonic()
     prefill.kill()
-    bench.add("P killed: D told", decode.hears("ReceiveFailed", attempt) - killed)
-    bench.add("P killed: D's blocks back", decode.hears("Unpinned", attempt) - killed)
+    bench.add(f"P killed, {policy}: D told", decode.hears("ReceiveFailed", attempt) - killed)
+    bench.add(f"P killed, {policy}: D's blocks back", decode.hears("Unpinned", attempt) - killed)
 
 
 def prefill_hangs(bench: Bench) -> None:
@@ -128,6 +143,22 @@ def decode_killed(bench: Bench) -> None:
     bench.add("D killed: P's blocks back", prefill.hears("Unpinned", source) - killed)
 
 
+def restarted(bench: Bench) -> None:
+    """A rank dies and is back on its port at once; the other has noticed nothing yet."""
+    for side in "PD":
+        with ExitStack() as stack:
+            again = Bench(stack, bench.config, bench.figures)
+            here, child = again.prefill_here() if side == "D" else again.decode_here()[::-1]
+            child.kill()
+            fresh = child.again()
+            stack.callback(fresh.kill)
+            prefill, decode = (here, fresh) if side == "D" else (fresh, here)
+            began = time.monotonic()
+            prefill.call("offer", "first", WARM, 3)
+            decode.call("hears", "Received", decode.call("want", "first", WARM, prefill.address))
+            again.add(f"{side} restarted: first request", time.monotonic() - began)
+
+
 def decode_aborts(bench: Bench) -> None:
     """D gives up while a WRITE is in flight, and P lets that end."""
     prefill, decode = bench.both_here()
@@ -162,6 +193,7 @@ def registration_lost(bench: Bench) -> None:
 
 CASES: Final[Sequence[Callable[[Bench], None]]] = (
     prefill_killed, prefill_hangs, prefill_aborts, decode_killed, decode_aborts, registration_lost,
+    restarted,
 )  # fmt: skip
 
 
@@ -169,8 +201,8 @@ def targets(config: Config) -> dict[str, float]:
     """What the issue asks for, in milliseconds; figures that are not here have no target."""
     detection = config.silence * 1000
     return {
-        "P killed: D told": detection,
-        "P killed: D's blocks back": detection + 1000,
+        "P killed, fail: D told": detection,
+        "P killed, recompute: D told": detection + 1000,
         "P hangs: D told": detection + 200,
         "P hangs: D's blocks back": detection + 1000,
         "P aborts: D told": 100,
@@ -180,8 +212,11 @@ def targets(config: Config) -> dict[str, float]:
     }
 
 
-def run(json: bool, *, repeat: int = 3) -> dict[str, Any]:
-    """Make every fault, print and return the report; times in milliseconds."""
+def run(json: bool, *, repeat: int = 3, wait: float = 0.0) -> dict[str, Any]:
+    """Make every fault, print and return the report; times in milliseconds.
+
+    With a `wait`, engines of both connectors too; null is what took longer than it.
+    """
     config = Config()
     figures: Figures = {}
     with _environment():
@@ -189,16 +224,21 @@ def run(json: bool, *, repeat: int = 3) -> dict[str, Any]:
             for _ in range(repeat):
                 with ExitStack() as stack:
                     case(Bench(stack, config, figures))
+        engines = rival.run(wait, lambda text: print(text, file=sys.stderr)) if wait else {}
     wanted = targets(config)
     rows = [_row(name, values, wanted.get(name)) for name, values in figures.items()]
     settings = {k: getattr(config, k) for k in ("silence", "alive_interval", "resend")}
     report = {"bench": "faults", "config": {**settings, "repeat": repeat}, "figures": rows}
+    if engines:
+        report["engines"] = {"wait_s": wait, "ms": engines}
     if json:
         print(jsonlib.dumps(report))
     else:
         print(f"{'milliseconds':<34} {'median':>9} {'worst':>9} {'target':>9}")
         for row in rows:
             print(_line(row))
+        for line in rival.table(engines, wait):
+            print(line)
     return report
 
 

@@ -42,7 +42,9 @@ class Pair:
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
         legs = [prefill.add(prompt, params, name, 1)]
         if self._name != PULL:
-            legs.append(decode.add(prompt, self._ahead(name, transfer), name, 1))
+            place = prefill.engine_id, prefill.port
+            told = None if self._name == NO_OP else ahead(self._name, *place, name, transfer)
+            legs.append(decode.add(prompt, told, name, 1))
         deadline = time.monotonic() + 60
         while len(legs) < 2 or prefill.busy or decode.busy:
             if prefill.busy:
@@ -69,14 +71,12 @@ class Pair:
         if self._name != NO_OP and ("report" not in kinds or kinds.count("chunk") != 1):
             raise RuntimeError(f"{self._name}: the KV did not arrive ({kinds})")
 
-    def _ahead(self, request: str, transfer: str) -> dict[str, Any] | None:
-        """What a proxy tells D while P computes."""
-        if self._name == NO_OP:
-            return None
-        prefill = self._sides[0]
-        return {
-            "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer,
-            "remote_engine_id": prefill.engine_id, "remote_request_id": request,
-            "remote_host": "127.0.0.1" if self._name == OURS else "localhost",
-            "remote_port": prefill.port, "remote_block_ids": None, "tp_size": 1, "pp_size": 1,
-        }  # fmt: skip
+
+def ahead(connector: str, engine: str, port: int, request: str, transfer: str) -> dict[str, Any]:
+    """What a proxy tells D while P computes."""
+    return {
+        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer,
+        "remote_engine_id": engine, "remote_request_id": request,
+        "remote_host": "127.0.0.1" if connector == OURS else "localhost",
+        "remote_port": port, "remote_block_ids": None, "tp_size": 1, "pp_size": 1,
+    }  # fmt: skip

@@ -142,13 +142,16 @@ class Rank:
 
     def want(
         self, name: str, blocks: Sequence[int], prefill: Address, engine: str = "",
-        patience: float = 60.0,
+        patience: float = 60.0, hold: bool = False,
     ) -> int:  # fmt: skip
-        """Decode: receive a prompt into these blocks; the attempt's and its pin's number."""
+        """Decode: receive a prompt into these blocks; the attempt's and its pin's number.
+
+        With `hold` a failure is told once nothing can land any more, as recompute needs it.
+        """
         number = next(self._numbers)
         self.thread.submit(encode([Receive(
             number, name, prefill, engine, _match(name, len(blocks)), 0, len(blocks) * TOKENS,
-            (0,), (pack_ids(blocks),), number, patience,
+            (0,), (pack_ids(blocks),), number, patience, hold,
         )]))  # fmt: skip
         return number
 

@@ -91,7 +91,10 @@ class Leg:
 class Side:
     """One engine of the pair."""
 
-    def __init__(self, connector: str, role: str, blocks: int, port: int) -> None:
+    def __init__(
+        self, connector: str, role: str, blocks: int, port: int, *, engine: str = "",
+        policy: str = "fail", model: str = "",
+    ) -> None:  # fmt: skip
         from vllm.config import set_current_vllm_config
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -101,7 +104,7 @@ class Side:
 
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         self.port = port
-        self.config = engine_config(connector, role, port)
+        self.config = engine_config(connector, role, port, engine, policy, model)
         self.config.cache_config.num_gpu_blocks = blocks
         self.engine_id = self.config.kv_transfer_config.engine_id
         self._meter = Meter()

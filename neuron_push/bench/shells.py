@@ -29,7 +29,8 @@ _names = itertools.count(1)
 
 
 @functools.cache
-def _model_folder() -> str:
+def model_folder() -> str:
+    """A folder with the configuration of a small model, made once per process."""
     folder = tempfile.mkdtemp(prefix="neuron-push-bench-")
     (Path(folder) / "config.json").write_text(json.dumps(MODEL))
     return folder
@@ -88,7 +89,13 @@ def prepare() -> None:
     os.sched_setaffinity(0, cores)
 
 
-def engine_config(connector: str, role: str, port: int) -> Any:
+def engine_config(
+    connector: str, role: str, port: int, engine: str = "", policy: str = "fail", model: str = ""
+) -> Any:
+    """A configuration; without an `engine` id, one that is new in this process.
+
+    `model` is a folder that `model_folder` made, for engines in several processes.
+    """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -96,12 +103,13 @@ def engine_config(connector: str, role: str, port: int) -> Any:
     # Steps that wait would be timed as if they worked.
     settings = {"side_channel_port": port, "step_wait": 0, "step_wait_idle": 0} if own else {}
     transfer = KVTransferConfig(
-        kv_connector=connector, kv_role=role, engine_id=f"engine-{next(_names)}",
+        kv_connector=connector, kv_role=role, engine_id=engine or f"engine-{next(_names)}",
+        kv_load_failure_policy=policy,
         kv_connector_module_path="neuron_push.vllm.connector" if own else None,
         kv_connector_extra_config=settings,
     )  # fmt: skip
     config = EngineArgs(
-        model=_model_folder(), skip_tokenizer_init=True, load_format="dummy",
+        model=model or model_folder(), skip_tokenizer_init=True, load_format="dummy",
         max_model_len=32_768, max_num_batched_tokens=CHUNK, max_num_seqs=8, block_size=BLOCK,
         enable_prefix_caching=False, kv_transfer_config=transfer, enforce_eager=True,
     ).create_engine_config()  # fmt: skip

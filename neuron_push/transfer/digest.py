@@ -4,15 +4,15 @@ The bytes are hashed in ascending order of where they land, which is the one thi
 know: prefill from its copies, decode from the same plan over its own blocks. So neither the
 layout, nor how copies were merged, nor how prefill's blocks lie makes a difference.
 
-Hashing takes place on the transfer thread, one WRITE at a time, at about one GB/s. It reads
-memory through addresses, so it works where the KV cache is host memory.
+Hashing takes place on the transfer thread, one WRITE at a time. SHA-256 is what processors have
+instructions for: 1.4 GiB per second where BLAKE2b did 0.8 (16 KiB rows). It reads memory through
+addresses, so it works where the KV cache is host memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from neuron_push.transport import Descriptors
 
 __all__ = ["complaint", "demand_host_memory", "seal"]
 
-_BYTES: Final = 16
 Addresses = npt.NDArray[np.integer]
 
 
@@ -92,7 +91,7 @@ def _landed(copies: Copies, geometry: Geometry) -> tuple[Addresses, Addresses]:
 
 
 def _hash(addresses: Addresses, lengths: Addresses) -> bytes:
-    found = hashlib.blake2b(digest_size=_BYTES)
+    found = hashlib.sha256()
     for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
         found.update((ctypes.c_char * length).from_address(address))
     return found.digest()
