@@ -66,7 +66,6 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
         compat.check_groups(len(kv_cache_config.kv_cache_groups))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._last_pinned = (0, 0)
         if role is KVConnectorRole.SCHEDULER:
             from neuron_push.vllm.scheduler import SchedulerHalf
 
@@ -205,13 +204,7 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is not None:
             return self._worker.stats()
-        pinned = self._in_scheduler.pinned()
-        shown = (pinned[0], int(pinned[1]))  # an age that only grows is told once a second
-        if shown == self._last_pinned:
-            return None
-        self._last_pinned = shown
-        gauges = {"pinned_blocks": pinned[0], "pinned_age_seconds": pinned[1]}
-        return PushStats({"counters": {}, "samples": {}, "gauges": gauges})
+        return self._in_scheduler.stats()
 
 
 def _settings(extra: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # vLLM numbers the samples of a request that asks for several, in front, and appends a dash and
 # eight hex digits to each request id.
-_ID = re.compile(r"(?:\d+_)?(.*)-[0-9a-f]{8}", re.DOTALL)
 _SAMPLE = re.compile(r"^\d+_")
+_HEX = frozenset("0123456789abcdef")
 
 # Model configuration that decides what the KV bytes mean.
 _MODEL_FIELDS = (
@@ -33,8 +33,13 @@ _HEAD, _TAIL, _SPREAD = 16, 16, 16
 
 def base_id(request: str) -> str:
     """A request id without its engine's random suffix and without the number of a sample."""
-    found = _ID.fullmatch(request)
-    return found[1] if found else _SAMPLE.sub("", request)
+    base = _without_suffix(request)
+    return _SAMPLE.sub("", base) if base[:1].isdecimal() else base
+
+
+def _without_suffix(request: str) -> str:
+    head, dash, tail = request.rpartition("-")
+    return head if dash and len(tail) == 8 and _HEX.issuperset(tail) else request
 
 
 def match_of(request: Request, transfer: str, counterpart: str = "") -> Match:
@@ -50,7 +55,7 @@ def match_of(request: Request, transfer: str, counterpart: str = "") -> Match:
         head, _, index = base.rpartition("-")
         if index.isdecimal() and head.startswith("cmpl-"):
             transfer = f"{transfer}#{index}"
-    elif _ID.fullmatch(counterpart):
+    elif _without_suffix(counterpart) != counterpart:
         base = base_id(counterpart)
     tokens: Sequence[int] = request.prompt_token_ids or ()
     sample = array("q", _sample(tokens) if transfer else tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuron_push.commands import Command
@@ -26,6 +27,7 @@ from neuron_push.vllm.moments import Moments
 from neuron_push.vllm.params import DecodeLeg, ParamsError, PrefillLeg, parse
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
+from neuron_push.vllm.stats import TOLD, PushStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,6 +77,7 @@ class SchedulerHalf:
             recompute=transfer.kv_load_failure_policy == "recompute", backoff=backoff,
         )  # fmt: skip
         self._lends: set[str] = set()  # prompts whose blocks are named in the answer
+        self._shown, self._shown_at = False, -TOLD  # whether the gauges show anything, since when
         self._reasons: dict[str, str] = {}
         self._software = tuple(check_versions().items())
         self._incarnation = int.from_bytes(os.urandom(6), "big")
@@ -232,6 +235,19 @@ class SchedulerHalf:
             return False
         prefills.before_preemption(pins)
         return pins.soon() or prefills.preempted_with_pin()
+
+    def stats(self) -> PushStats | None:
+        """Gauges: at once when nothing is held any more, and otherwise now and then."""
+        held = bool(self._pins)
+        if not held and not self._shown:
+            return None
+        now = monotonic()
+        if held and now < self._shown_at + TOLD:
+            return None
+        self._shown, self._shown_at = held, now
+        blocks, age = self.pinned()
+        gauges = {"pinned_blocks": blocks, "pinned_age_seconds": age}
+        return PushStats({"counters": {}, "samples": {}, "gauges": gauges})
 
     def pinned(self) -> tuple[int, float]:
         """(blocks held, age in seconds of the oldest hold)."""

@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from neuron_push.transfer import Snapshot
 
 PREFIX = "neuron_push_"
+# Least seconds between two tellings while transfers go on: vLLM's main loop works on each.
+TOLD = 0.5
 
 # name -> (help, label or "")
 COUNTERS: dict[str, tuple[str, str]] = {

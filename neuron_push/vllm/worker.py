@@ -30,7 +30,7 @@ from neuron_push.transfer import TransferThread
 from neuron_push.transport import TransportFactory
 from neuron_push.vllm import describe, identity
 from neuron_push.vllm.metadata import IDLE, NOTHING, Rejection, StepMeta, WorkerMeta
-from neuron_push.vllm.stats import PushStats
+from neuron_push.vllm.stats import TOLD, PushStats
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 # After this long without any report, empty steps wait longer.
 QUIET = 1.0
-# Least seconds between two tellings of measurements while transfers go on.
-TOLD = 0.5
 
 
 class WorkerHalf:
