@@ -15,8 +15,8 @@ ANSWER = {"kv_transfer_params": {"remote_block_ids": [[1, 2]]}, "choices": [{"te
 class Fake:
     """An engine."""
 
-    def __init__(self, *, status=200, delay=0.0):
-        self.asked, self.status, self.delay = [], status, delay
+    def __init__(self, *, status=200, delay=0.0, answer=ANSWER):
+        self.asked, self.status, self.delay, self.said = [], status, delay, answer
         self.app = web.Application()
         self.app.router.add_post("/v1/completions", self.answer)
 
@@ -28,7 +28,7 @@ class Fake:
             return web.Response(status=self.status, text="no room")
         if body.get("stream"):
             return web.Response(text='data: {"choices":[{"text":"b"}]}\n\n')
-        return web.json_response(ANSWER)
+        return web.json_response(self.said)
 
 
 async def through(dispatch, prefill, decode, requests=1):
@@ -75,6 +75,13 @@ async def test_pull_hands_prefills_answer_to_decode():
     _, (record,) = await through("pull", prefill, decode)
     assert decode.asked[0][0]["kv_transfer_params"] == ANSWER["kv_transfer_params"]
     assert record.arrived < record.prefilled < record.first
+
+
+async def test_pull_without_word_of_where_the_kv_is_fails_instead_of_computing_it_again():
+    prefill, decode = Fake(answer={"choices": [{"text": "a"}]}), Fake()
+    answers, (record,) = await through("pull", prefill, decode)
+    assert answers[0][0] == 502 and "where the KV is" in record.error
+    assert not decode.asked
 
 
 @pytest.mark.parametrize("dispatch", ["prefill", "decode"])

@@ -125,6 +125,8 @@ class Proxy:
         try:
             if target.dispatch == "pull":
                 second = await leg
+                if not second:  # decode would compute the prompt itself, and nobody would know
+                    raise _Refused("prefill's answer does not say where the KV is")
             answer = await self._stream(
                 decode, request, {**body, "kv_transfer_params": second}, record
             )
