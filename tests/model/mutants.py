@@ -1,0 +1,133 @@
+"""Defects, one at a time, that the checker must find: (patch, the bounds it is found in)."""
+
+from __future__ import annotations
+
+from neuron_push.commands import Settle
+from neuron_push.rendezvous import consumer, core, ranges
+from neuron_push.rendezvous.attempt import AttemptState
+from neuron_push.rendezvous.events import Opened
+from neuron_push.vllm import worker
+from tests.model.scenarios import NIGHT, SCENARIOS
+from tests.model.space import Counterexample, Space
+from tests.rendezvous import mutants as worlds
+
+
+def free_on_timeout(patch):
+    """Decode frees its blocks when a cancellation is not confirmed in time."""
+
+    def overdue(self, attempt, now, original=consumer.Consumer._overdue):
+        if attempt.state is AttemptState.DRAINING:
+            for share in attempt.shares.values():
+                self._quieten(attempt, share)
+            self._finish_drain(attempt)
+            return []
+        return original(self, attempt, now)
+
+    patch.setattr(consumer.Consumer, "_overdue", overdue)
+
+
+def free_on_handle_release(patch):
+    """Prefill releases the handle of a WRITE that failed half way, and takes it for drained."""
+
+    def write_ended(self, event, now):
+        outcome = "unposted" if event.outcome == "broken" else event.outcome
+        self.producer.write_ended(event.__class__(event.write, outcome, event.reason), now)
+
+    patch.setattr(core.Core, "_write_ended", write_ended)
+
+
+def free_on_deregistration(patch):
+    """Memory is registered anew with the next agent, and the old one, still there, forgotten."""
+
+    def handle(self, event, now, original=core.Core.handle):
+        actions = original(self, event, now)
+        rotation = self.generations._rotation
+        if isinstance(event, Opened) and rotation is not None:
+            self.consumer.fenced(rotation.lost)
+            self.producer.fenced(rotation.lost)
+        return actions + self._take(now)
+
+    patch.setattr(core.Core, "handle", handle)
+
+
+def accept_an_old_attempt(patch):
+    """Prefill takes a late copy of a registration for a new one."""
+    patch.setattr(ranges.EndedAttempts, "__contains__", lambda self, attempt: False)
+
+
+def settle_a_prefix_hit_early(patch):
+    """What the prefix cache holds is settled when the request is scheduled, not with its step."""
+
+    def bind(self, meta, original=worker.WorkerHalf.bind):
+        original(self, meta)
+        hits = [c for c in self._due if isinstance(c, Settle) and len(c.blocks[0]) > 1]
+        size = hits[0].stop // len(hits[0].blocks[0]) if hits else 0
+        self._thread.submit(
+            Settle(c.source, size, c.first, ([c.blocks[0][0]],), c.pin, False) for c in hits
+        )
+
+    patch.setattr(worker.WorkerHalf, "bind", bind)
+
+
+def free_when_the_engine_gives_up(patch):
+    """Decode takes its own abort for the end of the transfer."""
+
+    def send_cancels(self, attempt, now, original=consumer.Consumer._send_cancels):
+        original(self, attempt, now)
+        for share in attempt.shares.values():
+            self._quieten(attempt, share)
+
+    patch.setattr(consumer.Consumer, "_send_cancels", send_cancels)
+
+
+def keep_pins_for_ever(patch):
+    """The scheduler half does not hear that blocks are quiet."""
+    patch.setattr(worker.WorkerHalf, "worker_meta", lambda self: None)
+
+
+def forget_to_say_it_again(patch):
+    """A cancellation is said once; who does not confirm it is never given up."""
+
+    def tick(self, now, original=consumer.Consumer.tick):
+        for attempt in self.attempts.values():
+            if attempt.state is AttemptState.DRAINING:
+                attempt.deadline = attempt.send_at = float("inf")
+        return original(self, now)
+
+    def link_lost(self, link, reason, now, original=consumer.Consumer.link_lost):
+        original(self, link, reason, now)
+        return False
+
+    patch.setattr(consumer.Consumer, "tick", tick)
+    patch.setattr(consumer.Consumer, "link_lost", link_lost)
+
+
+MUTANTS = {
+    free_on_timeout: "abort and timeouts",
+    free_on_handle_release: "broken WRITE",
+    free_on_deregistration: "false alarm",
+    accept_an_old_attempt: "abort",
+    worlds.count_instead_of_sets: "one request",
+    settle_a_prefix_hit_early: "prefix hit",
+    worlds.free_when_the_link_is_lost: "false alarm",
+    worlds.accept_registrations_of_earlier_links: "false alarm, again",
+    worlds.cancelled_before_the_drain: "abort",
+    worlds.unpin_a_source_under_a_write: "preemption",
+    worlds.post_again_after_preemption: "preemption",
+    free_when_the_engine_gives_up: "abort",
+    keep_pins_for_ever: "one request",
+    forget_to_say_it_again: "abort and timeouts",
+}
+BOUNDS = {**SCENARIOS, **NIGHT}
+# Found as what never ends; the rest are found as what corrupts.
+ENDLESS = (keep_pins_for_ever, forget_to_say_it_again)
+
+
+def hunt(mutant, patch) -> Counterexample:
+    """What a mutant breaks, and the shortest way there."""
+    mutant(patch)
+    try:
+        states = Space(BOUNDS[MUTANTS[mutant]]).explore(50_000, ends=mutant in ENDLESS)
+    except Counterexample as found:
+        return found
+    raise AssertionError(f"{mutant.__name__} is not noticed in {states} states")

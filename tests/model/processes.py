@@ -1,0 +1,301 @@
+"""One engine process of the model: the real core and the real halves of the connector.
+
+The core, both scheduler halves (`Prefills`, `Decodes`, `Pins`) and the worker half are the code
+that ships. What is made up here is what surrounds them: vLLM's scheduler and block pool
+(engines.py) and the driver, which turns the core's actions into `Effects` on the world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from neuron_push.config import Config
+from neuron_push.plan import decode_runs
+from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, encode
+from neuron_push.rendezvous import Core, Identity
+from neuron_push.rendezvous import events as ev
+from neuron_push.vllm.worker import WorkerHalf
+from tests.rendezvous.shapes import SEMANTICS, Shape
+
+# A repeat is due at every `soon`; every timeout is due after a `late`, and nothing in between.
+# Silence is measured in steps that are shorter than the signs of life are apart.
+SOON, STEP, STEPS, TIMEOUT = 0.002, 4.0, 3, 10.0
+CONFIG = Config(
+    accelerator="cpu", lease=TIMEOUT, patience=TIMEOUT, alive_interval=STEP, silence=TIMEOUT,
+    resend=0.001, resend_most=0.001, greeting_timeout=TIMEOUT, drain_timeout=TIMEOUT,
+    move_timeout=TIMEOUT, rotation_interval=0.001, slice_bytes=1 << 16, writes_in_flight=2,
+)  # fmt: skip
+SHAPE = Shape()
+BLOCK = SHAPE.block_tokens
+GEOMETRY = SHAPE.geometry(0)
+VLLM = SimpleNamespace(
+    kv_transfer_config=SimpleNamespace(engine_id="engine"), speculative_config=None
+)
+
+
+class Broken(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A posted WRITE: whose, where to, and what it reads and touches. Torn as the reader likes."""
+
+    writer: str  # agents
+    target: str
+    number: int
+    attempt: int
+    start: int
+    stop: int
+    pin: int
+    source: tuple[tuple[int, tuple[str, int]], ...]  # (block, what it must hold)
+    blocks: tuple[int, ...]  # of decode
+    done: bytes
+
+
+@dataclass
+class Effects:
+    """What one step of one process does to the world."""
+
+    sent: list[tuple[str, str, bytes]] = field(default_factory=list)  # from, to, message
+    posted: list[Write] = field(default_factory=list)
+    asked: list[tuple] = field(default_factory=list)  # over the side channel
+    closed: list[str] = field(default_factory=list)  # agents
+    # Attempts that a request is about to decode over: (attempt, start, stop).
+    received: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Thread:
+    """Stands where the transfer thread does: hands commands to the core at once."""
+
+    failure = None
+
+    def __init__(self):
+        self.submitted = []
+        self.reports = []
+
+    def submit(self, commands, fence=None):
+        self.submitted += commands
+
+    def take(self):
+        reports, self.reports = self.reports, []
+        return reports
+
+    def wait(self, timeout):
+        return bool(self.reports)
+
+
+class Process:
+    """A core, its driver, and the engine above it (`engine` is set by engines.py)."""
+
+    def __init__(self, name: str, role: str, incarnation: int):
+        self.now = 0.0
+        self.name, self.role, self.incarnation = name, role, incarnation
+        self.identity = Identity(name, 0, incarnation, SEMANTICS, GEOMETRY)
+        self.core = Core(CONFIG, self.identity)
+        self.thread = Thread()
+        self.worker = WorkerHalf(VLLM, None, CONFIG)
+        self.worker._thread = self.thread
+        self.open: dict[int, str] = {}
+        self.loaded: dict[int, list[str]] = {}
+        self.opening: list[int] = []
+        self.closing: list[int] = []
+        self.engine = None
+        self.prompt = True  # its engine steps at once when it has something to do or to hear
+        self.effects = Effects()
+        self.carry_out([ev.Open(0)])
+        self.opened()
+
+    # -------------------------------------------------------------------- what happens to it
+
+    def apply(self, event: tuple) -> Effects:
+        """One event: its name and arguments; returns what it does to the world."""
+        self.effects = Effects()
+        getattr(self, event[0])(*event[1:])
+        self.submit()
+        while self.prompt and self.engine.waits():
+            self.engine.step()
+            self.submit()
+        effects, self.effects = self.effects, Effects()
+        return effects
+
+    def feed(self, event):
+        self.carry_out(self.core.handle(event, self.now))
+
+    def submit(self):
+        while self.thread.submitted:
+            self.feed(self.thread.submitted.pop(0))
+
+    def opened(self):
+        generation = self.opening.pop(0)
+        agent = self.open[generation]
+        self.feed(ev.Opened(generation, agent, agent.encode()))
+
+    def closed(self):
+        self.feed(ev.Closed(self.closing.pop(0)))
+
+    def message(self, sender, message):
+        self.feed(ev.Notified(sender, message))
+
+    def found(self, peer):
+        """Listeners have answered: the peer's, in that incarnation, or 0 for nobody."""
+        address = Address("P", 1)
+        if peer:
+            them = info("P", "producer", peer)
+            self.feed(ev.EngineFound(address, them, info(self.name, self.role, self.incarnation)))
+        else:
+            self.feed(ev.EngineMissing(address, "connection refused"))
+
+    def greeted(self, link, answer):
+        self.feed(ev.Greeted(link, answer or Refusal("timed out")))
+
+    def hello(self, token, hello: Hello):
+        self.feed(ev.HelloArrived(token, hello))
+
+    def ended(self, number, outcome):
+        if self.core.producer.writes.sending(number) is not None:
+            self.feed(ev.WriteEnded(number, outcome, "" if outcome == "done" else "cancelled"))
+
+    def unreachable(self, agent):
+        self.feed(ev.Unreachable(agent, "disconnected"))
+
+    def soon(self):
+        """Time in which repeats are due passes."""
+        self.now += SOON
+        self.carry_out(self.core.tick(self.now))
+
+    def late(self, alive):
+        """Time in which everything is due passes, with signs of life of these agents only."""
+        for _ in range(STEPS):
+            self.now += STEP
+            for agent in alive:
+                for link in self.core.links.find(agent):
+                    link.heard = link.spoke = self.now
+            self.carry_out(self.core.tick(self.now))
+
+    def step(self, *choice):
+        self.engine.step(*choice)
+
+    def new(self, leg):
+        self.engine.new(leg)
+
+    def forward(self):
+        self.engine.forward()
+
+    def abort(self, name):
+        self.engine.abort(name)
+
+    def preempt(self, name):
+        self.engine.preempt(name)
+
+    def finish(self, name):
+        self.engine.finish(name)
+
+    # -------------------------------------------------------------------- what it does
+
+    def carry_out(self, actions):
+        for action in actions:
+            carry = getattr(self, "_" + type(action).__name__.lower(), None)
+            if carry is not None:
+                carry(action)
+
+    def _open(self, action):
+        self.open[action.generation] = self.identity.agent(action.generation)
+        self.loaded[action.generation] = []
+        self.opening.append(action.generation)
+
+    def _close(self, action):
+        self.effects.closed.append(self.open.pop(action.generation))
+        del self.loaded[action.generation]
+        self.closing.append(action.generation)
+
+    def _load(self, action):
+        check(action.generation in self.open, f"{self.name} loads into a closed generation")
+        self._know(action.generation, action.agent)
+
+    def _know(self, generation, agent):
+        if agent not in self.loaded[generation]:
+            self.loaded[generation].append(agent)
+
+    def _forget(self, action):
+        known = self.loaded.get(action.generation, [])
+        if action.agent in known:
+            known.remove(action.agent)
+
+    def _findengine(self, action):
+        self.effects.asked.append(("find", self.name, self.incarnation))
+
+    def _greet(self, action):
+        self.effects.asked.append(("hello", self.incarnation, action.link, action.hello))
+
+    def _answer(self, action):
+        if action.metadata:
+            self._know(action.generation, action.metadata.decode())
+        incarnation, link = action.token
+        self.effects.asked.append(("answer", incarnation, link, action.message))
+
+    def _notify(self, action):
+        check(action.generation in self.open, f"{self.name} notifies through a closed generation")
+        known = action.agent in self.loaded[action.generation]
+        check(known, f"{self.name} notifies {action.agent}, which it has not met")
+        sender = self.open[action.generation]
+        self.effects.sent.append((sender, str(action.agent), encode(action.message)))
+
+    def _post(self, action):
+        known = action.agent in self.loaded.get(action.generation, ())
+        check(known, f"{self.name} posts towards {action.agent}, which it has not met")
+        done = action.done
+        source = self.core.producer.writes.sending(action.write).source
+        ours, theirs = action.source_blocks[0], action.destination_blocks[0]
+        first, last = done.start // BLOCK, -(-done.stop // BLOCK)
+        reads = tuple(
+            (int(ours.ids[i - ours.first]), (source.match.fingerprint.decode(), i))
+            for i in range(first, last)
+        )
+        blocks = tuple(int(theirs.ids[i - theirs.first]) for i in range(first, last))
+        self.effects.posted.append(
+            Write(
+                self.open[action.generation], str(action.agent), int(action.write), done.attempt,
+                done.start, done.stop, source.pin, reads, blocks, encode(done),
+            )
+        )  # fmt: skip
+
+    def _tell(self, action):
+        self.thread.reports.append(action.report)
+
+    # -------------------------------------------------------------------- what is seen of it
+
+    def peers(self) -> list[str]:
+        """Agents that it would hear the death of."""
+        return [str(link.agent) for link in self.core.links]
+
+    def leftovers(self) -> list[str]:
+        """What is not as it was at the start."""
+        core = self.core
+        left = {
+            "attempts": core.consumer.attempts,
+            "sendings": core.producer.sendings,
+            "sources": len(core.producer.sources),
+            "WRITEs": core.producer.writes,
+            "a rotation": core.generations.pending,
+            "sessions": any(link.sessions for link in core.links),
+            "two agents": len(self.open) != 1,
+            "reports": self.thread.reports,
+        }
+        return [name for name, value in left.items() if value] + self.engine.leftovers()
+
+
+def check(held, complaint):
+    if not held:
+        raise Broken(complaint)
+
+
+def info(name, role, incarnation):
+    """What an engine's listener answers."""
+    rank = RankInfo(0, incarnation, Address(name, 1), GEOMETRY)
+    return EngineInfo(name, incarnation, role, 1, 1, 1, 0, ("push",), SEMANTICS, (rank,))
+
+
+SHARED = (CONFIG, SEMANTICS, GEOMETRY, SHAPE, VLLM)
+__all__ = ["BLOCK", "CONFIG", "SHARED", "Broken", "Effects", "Process", "Write", "decode_runs"]

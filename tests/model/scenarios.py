@@ -1,0 +1,52 @@
+"""Bounds worth exploring, each about one kind of trouble.
+
+What is not bounded anywhere: how often a message arrives and in which order, whether it does, how
+often things are repeated, when a WRITE lands, and how the two engines' steps interleave.
+"""
+
+from __future__ import annotations
+
+from tests.model.space import Bounds, D, Leg, P
+
+ONE = (Leg(P, "p", "t"), Leg(D, "d", "t"))
+# Another attempt for the same prompt, as routers make them that repeat a request with its id.
+TWICE = (*ONE, Leg(D, "d2", "t", after="d"))
+AGAIN = (*TWICE, Leg(P, "p2", "t", after="p"))
+# Another request computes the same prompt: its blocks are in the prefix cache before their bytes.
+HIT = (Leg(P, "other", None), *ONE)
+STEPS, GREETINGS, GENERATIONS = (frozenset({x}) for x in ("steps", "greetings", "generations"))
+
+# Of CI: every state, less than half a minute in all.
+SCENARIOS = {
+    "one request": Bounds(ONE),
+    "abort": Bounds(ONE, aborts=(1, 1), slow=STEPS),
+    "abort and timeouts": Bounds(ONE, aborts=(0, 1), lates=(1, 1), deaf=True),
+    "recompute": Bounds(ONE, aborts=(1, 1), recompute=True, lates=(0, 1), deaf=True),
+    "preemption": Bounds(ONE, preempts=1, aborts=(0, 1), blocks=(3, 2)),
+    "prefix hit": Bounds(HIT, aborts=(1, 0), blocks=(3, 2), slow=STEPS),
+    "broken WRITE": Bounds(ONE, broken=1, aborts=(0, 1), slow=GENERATIONS),
+    "false alarm": Bounds(ONE, alarms=(1, 1), aborts=(0, 1), slow=GENERATIONS),
+    "P dies": Bounds(ONE, crashes=(1, 0), lates=(0, 1), slow=GENERATIONS),
+    "D dies": Bounds(ONE, crashes=(0, 1), lates=(1, 0), slow=GENERATIONS),
+    "P restarts, again": Bounds(AGAIN, crashes=(1, 0)),
+    "greetings": Bounds(ONE, crashes=(1, 0), overtaken=1, slow=GREETINGS),
+}
+
+# Of the night: what troubles do to each other.
+NIGHT = {
+    "again": Bounds(AGAIN, aborts=(1, 1)),
+    "false alarm, again": Bounds(TWICE, alarms=(0, 1), slow=GENERATIONS),
+    "D restarts, again": Bounds(TWICE, crashes=(0, 1)),
+    "D restarts, both again": Bounds(AGAIN, crashes=(0, 1)),
+    "again, timeouts": Bounds(AGAIN, lates=(1, 1), deaf=True),
+    "aborts, timeouts twice": Bounds(ONE, aborts=(1, 1), lates=(2, 2), deaf=True),
+    "preemption, timeouts": Bounds(ONE, preempts=2, aborts=(1, 1), lates=(1, 1), blocks=(3, 2)),
+    "alarms, timeouts": Bounds(
+        ONE, alarms=(1, 1), aborts=(0, 1), lates=(1, 1), deaf=True, slow=GENERATIONS
+    ),
+    "broken WRITEs": Bounds(
+        ONE, broken=2, aborts=(1, 1), lates=(1, 1), deaf=True, slow=GENERATIONS
+    ),
+    "both die": Bounds(ONE, crashes=(1, 1), lates=(1, 1), aborts=(0, 1), slow=GENERATIONS),
+    "prefix hit, preemption": Bounds(HIT, preempts=1, aborts=(1, 1), blocks=(4, 2), slow=STEPS),
+}

@@ -1,0 +1,59 @@
+"""In small bounds, no order of events breaks a promise, and everything ends from everywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model.mutants import ENDLESS, MUTANTS, hunt
+from tests.model.processes import Broken
+from tests.model.scenarios import NIGHT, SCENARIOS
+from tests.model.space import Counterexample, Space
+
+# Less would mean that something does not happen any more.
+LEAST = dict.fromkeys(SCENARIOS, 100)
+
+
+def explore(bounds):
+    space = Space(bounds)
+    states = space.explore()
+    print(f"{states} states, {space.steps} steps, {len(space.locals)} states of one process")
+    return space
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_promises_hold_in_every_state(name):
+    space = explore(SCENARIOS[name])
+    assert len(space.parents) > LEAST[name]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", NIGHT)
+def test_promises_hold_in_every_state_of_larger_bounds(name):
+    explore(NIGHT[name])
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_defect_is_found_with_the_way_to_it(mutant, monkeypatch):
+    found = hunt(mutant, monkeypatch)
+    print(found)
+    assert isinstance(found.error, Broken)
+    assert ("never ends" in str(found)) == (mutant in ENDLESS)
+    assert 0 < len(found.story) < 30
+
+
+def test_a_request_can_be_received_and_can_fail_and_every_write_can_land():
+    space = explore(SCENARIOS["abort"])
+    labels = {label[:2] for entry in space.parents.values() if entry for label in [entry[1]]}
+    assert {(0, "sees a WRITE done"), (1, "has a WRITE landed"), (1, "finish")} <= labels
+    assert {(0, "abort"), (1, "abort"), (0, "hears"), (1, "hears"), (1, "is sent")} <= labels
+
+
+def test_a_counterexample_tells_the_steps_in_order(monkeypatch):
+    found = next(m for m in MUTANTS if m.__name__ == "count_instead_of_sets")
+    story = hunt(found, monkeypatch).story
+    assert story[0].startswith("  1. ")
+    assert any("D is sent d" in line for line in story)
+    assert any("Done(" in line for line in story)
+    with pytest.raises(Counterexample):
+        Space(SCENARIOS["one request"]).explore()
