@@ -90,7 +90,7 @@ class Engine:
 
     def bind(self):
         """The step's metadata goes to the worker half."""
-        meta = StepMeta(tuple(self.commands), tuple(self.rejected), idle=False)
+        meta = StepMeta.of(self.commands, self.rejected)
         self.commands.clear()
         self.rejected.clear()
         self.process.worker.bind(meta)

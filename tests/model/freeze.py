@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import types
+from array import array
 from collections import deque
 from enum import Enum
 
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 
 from neuron_push.plan import Blocks
+from neuron_push.rendezvous.consumer import DOUBTFUL
 
 # Attributes that hold a time of the machine's clock, by class.
 TIMES = {
@@ -40,6 +42,8 @@ MEASURES = {
     "WorkerHalf": {"_last_news", "_meta"},
     "Core": {"_handlers", "_messages"},  # code
 }
+# Attributes that count up for ever, by class, and the number from which on they make no difference.
+COUNTERS = {"Attempt": {"sent": DOUBTFUL + 1}}
 NOTHING: set[str] = set()
 ATOMS = (
     int, float, str, bytes, bool, type(None), type, Enum, np.ndarray, msgspec.Struct,
@@ -83,7 +87,9 @@ def clone(thing, memo):
     if known is not None:
         return known
     kind = type(thing)
-    if kind is dict:
+    if kind is array:
+        made = memo[id(thing)] = thing[:]
+    elif kind is dict:
         made = memo[id(thing)] = {}
         for key, value in thing.items():
             made[clone(key, memo)] = clone(value, memo)
@@ -134,7 +140,7 @@ class Key:
     def of(self, thing):
         if type(thing) in PLAIN:
             return thing
-        if isinstance(thing, np.ndarray):
+        if isinstance(thing, np.ndarray | array):
             return thing.tobytes()
         if isinstance(thing, msgspec.Struct):
             return "shared" if id(thing) in self._shared else _encoder.encode(thing)
@@ -168,6 +174,7 @@ class Key:
 
     def _object(self, thing, name):
         times, measures = TIMES.get(name, NOTHING), MEASURES.get(name, NOTHING)
+        counters = COUNTERS.get(name, {})
         held = [name]
         for attribute in attributes(thing):
             if attribute in measures or not hasattr(thing, attribute):
@@ -175,6 +182,8 @@ class Key:
             value = getattr(thing, attribute)
             if attribute in times and value is not None:
                 held.append(self._time(value))
+            elif attribute in counters:
+                held.append(min(value, counters[attribute]))
             else:
                 held.append(self.of(value))
         return tuple(held)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from neuron_push.commands import Settle
+from neuron_push.commands import Settle, decode, encode
 from neuron_push.rendezvous import consumer, core, ranges
 from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.events import Opened
 from neuron_push.vllm import worker
+from tests.model.processes import BLOCK
 from tests.model.scenarios import NIGHT, SCENARIOS
 from tests.model.space import Counterexample, Space
 from tests.rendezvous import mutants as worlds
+
+ID = 4  # bytes of a block id
 
 
 def free_on_timeout(patch):
@@ -60,11 +63,11 @@ def settle_a_prefix_hit_early(patch):
 
     def bind(self, meta, original=worker.WorkerHalf.bind):
         original(self, meta)
-        hits = [c for c in self._due if isinstance(c, Settle) and len(c.blocks[0]) > 1]
-        size = hits[0].stop // len(hits[0].blocks[0]) if hits else 0
-        self._thread.submit(
-            Settle(c.source, size, c.first, ([c.blocks[0][0]],), c.pin, False) for c in hits
-        )
+        for command in decode(meta.due):
+            if isinstance(command, Settle) and len(command.blocks[0]) > ID:
+                hit = (command.blocks[0][:ID],)
+                early = Settle(command.source, BLOCK, command.first, hit, command.pin, False)
+                self._thread.submit(encode([early]))
 
     patch.setattr(worker.WorkerHalf, "bind", bind)
 
@@ -94,8 +97,8 @@ def forget_to_say_it_again(patch):
                 attempt.deadline = attempt.send_at = float("inf")
         return original(self, now)
 
-    def link_lost(self, link, reason, now, original=consumer.Consumer.link_lost):
-        original(self, link, reason, now)
+    def link_lost(self, link, reason, now, original=consumer.Consumer.link_lost, **how):
+        original(self, link, reason, now, **how)
         return False
 
     patch.setattr(consumer.Consumer, "tick", tick)
@@ -104,7 +107,7 @@ def forget_to_say_it_again(patch):
 
 MUTANTS = {
     free_on_timeout: "abort and timeouts",
-    free_on_handle_release: "broken WRITE",
+    free_on_handle_release: "broken WRITE, aborts",
     free_on_deregistration: "false alarm",
     accept_an_old_attempt: "abort",
     worlds.count_instead_of_sets: "one request",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from neuron_push.commands import decode
 from neuron_push.config import Config
 from neuron_push.plan import decode_runs
 from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, encode
@@ -75,8 +76,8 @@ class Thread:
         self.submitted = []
         self.reports = []
 
-    def submit(self, commands, fence=None):
-        self.submitted += commands
+    def submit(self, packed, fence=None):
+        self.submitted += decode(packed)
 
     def take(self):
         reports, self.reports = self.reports, []
