@@ -13,12 +13,16 @@ from vllm.v1.request import RequestStatus
 
 from neuron_push.commands import Command
 from neuron_push.protocol import Address, Match
+from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.decodes import Decodes
 from neuron_push.vllm.metadata import StepMeta
 from neuron_push.vllm.params import DecodeLeg
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
 from tests.model.processes import BLOCK, TIMEOUT, Process, check
+
+VLLM = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+ONE_GROUP = SimpleNamespace(kv_cache_groups=[])  # of which none lets blocks go while it runs
 
 
 class Block:
@@ -49,8 +53,8 @@ class Pool:
         return free[:count]
 
     def touch(self, blocks: Sequence[Block]):
+        """As vLLM's: a free block is taken back, whatever is in it."""
         for block in blocks:
-            check(block.ref_cnt > 0, f"block {block.block_id} is held after it was freed")
             block.ref_cnt += 1
 
     def free_blocks(self, blocks):
@@ -58,7 +62,7 @@ class Pool:
             check(block.ref_cnt > 0, f"block {block.block_id} is freed twice")
             block.ref_cnt -= 1
             if not block.ref_cnt:
-                block.owner, block.content = "", None
+                block.owner = ""
 
 
 class Request:
@@ -85,26 +89,28 @@ class Engine:
         self.pool = Pool(blocks)
         self.pins = Pins(self.pool, 1)
         self.commands: list[Command] = []
+        self.handed: list[tuple[int, str]] = []
         self.rejected = []
         self.requests: dict[str, Request] = {}
 
     def bind(self):
         """The step's metadata goes to the worker half."""
-        meta = StepMeta.of(self.commands, self.rejected)
+        meta = StepMeta.of(self.commands, self.rejected, self.handed)
+        self.handed.clear()
         self.commands.clear()
         self.rejected.clear()
         self.process.worker.bind(meta)
         self.process.submit()
 
     def results(self):
-        """What the worker half says at the end of a step: (ended, failed)."""
+        """What the worker half says at the end of a step: (sent, ended, failed)."""
         worker = self.process.worker
-        ended, failed = worker.results()
+        sent, ended, failed = worker.results()
         worker.bad_blocks()
         told = worker.worker_meta()
         for pin, rank in told.unpinned if told else ():
             self.pins.quiet(pin, rank)
-        return ended, failed
+        return sent, ended, failed
 
     def pending(self):
         """Whether a step would change anything."""
@@ -146,7 +152,7 @@ class DecodeEngine(Engine):
             if request.status is RequestStatus.WAITING and not request.loading:
                 self._admit(request)
         self.bind()
-        ended, failed = self.results()
+        _, ended, failed = self.results()
         for name in ended:
             self.decodes.loaded(name, self.pins)
             self._ended(self.requests[name], name in failed)
@@ -229,7 +235,10 @@ class PrefillEngine(Engine):
 
     def __init__(self, process, blocks):
         super().__init__(process, blocks)
-        self.prefills = Prefills(self.commands, [BLOCK], chunks=True)
+        self.prefills = Prefills(
+            self.commands, self.handed, [BLOCK], Custody(VLLM, ONE_GROUP), chunks=True
+        )
+        self.sending: dict[str, list[Block]] = {}  # kept until they are reported sent
         self.cached: dict[tuple[str, int], int] = {}  # prefix cache: content -> block
         self.scheduled: list[str] | None = None  # of the step that runs
         self.preempted: list[str] = []
@@ -248,6 +257,8 @@ class PrefillEngine(Engine):
                 continue
             if request.request_id in self.preempted:
                 continue
+            if not request.computed:
+                self.prefills.before_allocation(self.pins)
             before = request.computed
             added = self._allocate(request)
             if added is None:
@@ -303,12 +314,16 @@ class PrefillEngine(Engine):
         """The step has run: its bytes exist, and its settle point has come."""
         for name in self.scheduled or ():
             request = self.requests.get(name)
+            request.status = RequestStatus.RUNNING
             for index, block in enumerate(request.blocks if request else ()):
                 block.content = (request.prompt, index)
         self.scheduled = None
         self.process.worker.settle()
         self.process.submit()
-        self.results()
+        sent, _, _ = self.results()
+        for name in sent:
+            self.prefills.sent(name, self.pins)
+            self._free(self.sending.pop(name))
         for request in list(self.requests.values()):
             if request.computed >= request.num_prompt_tokens:
                 request.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -320,20 +335,34 @@ class PrefillEngine(Engine):
         self._leave(self.requests[name])
 
     def preempt(self, name):
-        """Its blocks go at once; it starts over in a later step."""
-        request = self.requests[name]
-        self._free(request)
+        """There is no room: the connector is asked, and the request starts over later."""
+        self.prefills.before_preemption(self.pins)
+        self._preempt(self.requests[name])
+
+    def reset(self):
+        """The prefix cache is reset with everything that runs; nobody is asked."""
+        for request in self.requests.values():
+            if request.computed:
+                self._preempt(request)
+
+    def _preempt(self, request):
+        self._free(request.blocks)
         request.blocks, request.computed, request.told = [], 0, []
-        self.preempted.append(name)
+        request.status = RequestStatus.PREEMPTED
+        self.preempted.append(request.request_id)
 
     def _leave(self, request):
-        self.prefills.finished(request, self.pins)
+        table = ([block.block_id for block in request.blocks],)
+        keeps, _ = self.prefills.finished(request, table, self.pins)
         del self.requests[request.request_id]
-        self._free(request)
+        if keeps:
+            self.sending[request.request_id] = request.blocks
+        else:
+            self._free(request.blocks)
 
-    def _free(self, request):
-        self.pool.free_blocks(request.blocks)
-        for block in request.blocks:
+    def _free(self, blocks):
+        self.pool.free_blocks(blocks)
+        for block in blocks:
             if not block.ref_cnt:
                 self.cached = {c: b for c, b in self.cached.items() if b != block.block_id}
 
@@ -349,6 +378,8 @@ class PrefillEngine(Engine):
             events.append(("abort", name))
             if request.computed:
                 events.append(("preempt", name))
+        if any(request.computed for request in self.requests.values()):
+            events.append(("reset",))
         return events
 
     def waits(self):
@@ -365,7 +396,7 @@ class PrefillEngine(Engine):
         return frozenset(
             (number, block.block_id, block.content)
             for number, pin in self.pins._pins.items()
-            for block in pin.blocks
+            for block in (*pin.blocks, *(self.pool.blocks[i] for i in pin.ids))
             if block.content is not None
         )
 

@@ -6,7 +6,7 @@ from neuron_push.commands import Settle, decode, encode
 from neuron_push.rendezvous import consumer, core, ranges
 from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.events import Opened
-from neuron_push.vllm import worker
+from neuron_push.vllm import pins, prefills, worker
 from tests.model.processes import BLOCK
 from tests.model.scenarios import NIGHT, SCENARIOS
 from tests.model.space import Counterexample, Space
@@ -83,9 +83,19 @@ def free_when_the_engine_gives_up(patch):
     patch.setattr(consumer.Consumer, "_send_cancels", send_cancels)
 
 
+def ask_nothing_before_a_preemption(patch):
+    """vLLM lets a running prompt go, and no reference of ours is taken."""
+    patch.setattr(prefills.Prefills, "before_preemption", lambda self, pins: None)
+
+
+def ask_nothing_before_an_allocation(patch):
+    """vLLM lets everything go unasked, and no reference of ours is taken before it is reused."""
+    patch.setattr(prefills.Prefills, "before_allocation", lambda self, pins: None)
+
+
 def keep_pins_for_ever(patch):
     """The scheduler half does not hear that blocks are quiet."""
-    patch.setattr(worker.WorkerHalf, "worker_meta", lambda self: None)
+    patch.setattr(pins.Pins, "quiet", lambda self, number, rank: None)
 
 
 def forget_to_say_it_again(patch):
@@ -118,6 +128,8 @@ MUTANTS = {
     worlds.unpin_a_source_under_a_write: "preemption",
     worlds.post_again_after_preemption: "preemption",
     free_when_the_engine_gives_up: "abort",
+    ask_nothing_before_a_preemption: "preemption",
+    ask_nothing_before_an_allocation: "preemption",
     keep_pins_for_ever: "one request",
     forget_to_say_it_again: "abort and timeouts",
 }

@@ -190,6 +190,9 @@ class Process:
     def preempt(self, name):
         self.engine.preempt(name)
 
+    def reset(self):
+        self.engine.reset()
+
     def finish(self, name):
         self.engine.finish(name)
 

@@ -14,6 +14,8 @@ TWICE = (*ONE, Leg(D, "d2", "t", after="d"))
 AGAIN = (*TWICE, Leg(P, "p2", "t", after="p"))
 # Another request computes the same prompt: its blocks are in the prefix cache before their bytes.
 HIT = (Leg(P, "other", None), *ONE)
+# Another request takes the blocks that are let go.
+CROWD = (*ONE, Leg(P, "other", None, prompt="another"))
 STEPS, GREETINGS, GENERATIONS = (frozenset({x}) for x in ("steps", "greetings", "generations"))
 
 # Of CI: every state, less than half a minute in all.
@@ -22,7 +24,7 @@ SCENARIOS = {
     "abort": Bounds(ONE, aborts=(1, 1), slow=STEPS),
     "abort and timeouts": Bounds(ONE, aborts=(0, 1), lates=(0, 1), deaf=True),
     "recompute": Bounds(ONE, aborts=(0, 1), recompute=True, lates=(0, 1)),
-    "preemption": Bounds(ONE, preempts=1, blocks=(3, 2)),
+    "preemption": Bounds(CROWD, preempts=1, blocks=(2, 2)),
     "prefix hit": Bounds(HIT, blocks=(3, 2), slow=STEPS),
     "broken WRITE": Bounds(ONE, broken=1, slow=GENERATIONS),
     "false alarm": Bounds(ONE, alarms=(0, 1), slow=GENERATIONS),

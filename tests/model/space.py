@@ -404,8 +404,8 @@ class Space:
         for event in self.locals[number].events:
             name = event[0]
             spent = budget
-            if name in ("abort", "preempt"):
-                slot = 6 if name == "preempt" else 4 + side
+            if name in ("abort", "preempt", "reset"):
+                slot = 4 + side if name == "abort" else 6
                 if calm or not budget[slot]:
                     continue
                 spent = spend(budget, slot)
