@@ -89,14 +89,16 @@ class Engine:
         self.pool = Pool(blocks)
         self.pins = Pins(self.pool, 1)
         self.commands: list[Command] = []
+        self.due: list[Command] = []
         self.handed: list[tuple[int, str]] = []
         self.rejected = []
         self.requests: dict[str, Request] = {}
 
     def bind(self):
         """The step's metadata goes to the worker half."""
-        meta = StepMeta.of(self.commands, self.rejected, self.handed)
+        meta = StepMeta.pack(self.commands, self.due, self.rejected, self.handed)
         self.handed.clear()
+        self.due.clear()
         self.commands.clear()
         self.rejected.clear()
         self.process.worker.bind(meta)
@@ -115,7 +117,7 @@ class Engine:
     def pending(self):
         """Whether a step would change anything."""
         thread = self.process.thread
-        return bool(self.commands or self.rejected or thread.reports)
+        return bool(self.commands or self.due or self.rejected or thread.reports)
 
     def waits(self):
         """Whether the next step has something to pass on, and none is running."""
@@ -236,7 +238,7 @@ class PrefillEngine(Engine):
     def __init__(self, process, blocks):
         super().__init__(process, blocks)
         self.prefills = Prefills(
-            self.commands, self.handed, [BLOCK], Custody(VLLM, ONE_GROUP), chunks=True
+            self.commands, self.due, self.handed, [BLOCK], Custody(VLLM, ONE_GROUP), chunks=True
         )
         self.sending: dict[str, list[Block]] = {}  # kept until they are reported sent
         self.cached: dict[tuple[str, int], int] = {}  # prefix cache: content -> block

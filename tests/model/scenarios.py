@@ -24,7 +24,7 @@ SCENARIOS = {
     "abort": Bounds(ONE, aborts=(1, 1), slow=STEPS),
     "abort and timeouts": Bounds(ONE, aborts=(0, 1), lates=(0, 1), deaf=True),
     "recompute": Bounds(ONE, aborts=(0, 1), recompute=True, lates=(0, 1)),
-    "preemption": Bounds(CROWD, preempts=1, blocks=(2, 2)),
+    "preemption": Bounds(CROWD, preempts=1, blocks=(3, 2)),
     "prefix hit": Bounds(HIT, blocks=(3, 2), slow=STEPS),
     "broken WRITE": Bounds(ONE, broken=1, slow=GENERATIONS),
     "false alarm": Bounds(ONE, alarms=(0, 1), slow=GENERATIONS),
