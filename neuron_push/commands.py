@@ -76,6 +76,27 @@ class Near(_Record, frozen=True):
     source: int
 
 
+class Compute(_Record, frozen=True):
+    """Prefill: this step computes tokens up to `stop` of `source`; sent where layers are streamed.
+
+    Fields as of Settle, which follows with the step's end and then names no blocks again.
+    """
+
+    source: int
+    stop: int
+    first: tuple[int, ...]
+    blocks: GroupBlocks
+    pin: int
+    step: int  # the engine step that computes them, from 1
+
+
+class Layers(_Record, frozen=True):
+    """Prefill: with its fence, so many parts of the layers are computed of what a step has."""
+
+    step: int
+    parts: int
+
+
 class Settle(_Record, frozen=True):
     """Prefill: with this step's fence, tokens [0, stop) of `source` are settled.
 
@@ -109,7 +130,7 @@ class Retire(_Record, frozen=True):
     pin: int = -1
 
 
-Command = Receive | Abandon | Offer | Near | Settle | Retire
+Command = Receive | Abandon | Offer | Near | Compute | Layers | Settle | Retire
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

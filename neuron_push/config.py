@@ -51,9 +51,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the prefill engine has finished. "auto": each request says, by carrying the block ids of a
     finished prefill or not. A request that contradicts a fixed mode is refused."""
 
-    streaming: Literal["chunk", "off"] = "chunk"
-    """"chunk": tokens travel as soon as their prefill chunk is settled. "off": one go at the
-    end of prefill."""
+    streaming: Literal["chunk", "layer", "off"] = "chunk"
+    """"chunk": tokens travel as soon as their prefill chunk is settled. "layer": the first layers
+    of a chunk travel while its last are computed, where the runner tells of layers (CUDA graphs are
+    then piecewise) and pages need no reordering; else as "chunk". "off": one go at the end of
+    prefill."""
 
     lease: Seconds = 30.0
     """How long a finished prompt is held for a decode engine that has not registered."""

@@ -12,6 +12,8 @@ import pytest
 
 from neuron_push.commands import (
     Abandon,
+    Compute,
+    Layers,
     Offer,
     Receive,
     Received,
@@ -201,18 +203,58 @@ def test_a_prompt_still_being_computed_is_read_once_it_is_settled(
     assert (decode.kv[0][:, 7] == prefill.kv[0][:, 4]).all()
 
 
+class Fence:
+    """One that a test opens."""
+
+    open = False
+
+    def done(self) -> bool:
+        return self.open
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.open
+
+
+def test_layers_travel_before_the_step_has_ended_and_none_before_its_fence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    config = Config(lease=1.0, streaming="layer")
+    with ExitStack() as stack:
+        prefill = build(stack, "P", "producer", config)
+        decode = build(stack, "D", "consumer", config)
+        decode.thread.submit(encode([receive(prefill)]))
+        fill(prefill)
+        blocks, none, fences = (pack_ids([4, 5, 2]),), (b"",), [Fence(), Fence()]
+        compute = Compute(1, MATCH.tokens, (0,), blocks, 71, 1)
+        prefill.thread.submit(encode([Offer(1, "p", MATCH), compute]))
+        prefill.thread.submit(encode([Layers(1, 1)]), fences[0])
+        settle = Settle(1, MATCH.tokens, (3,), none, 71, True)
+        prefill.thread.submit(encode([settle, Retire(1, "finished")]), fences[1])
+        assert not decode.thread.wait(0.3) and not decode.kv[0].any()
+        fences[0].open = True
+        until(lambda: (decode.kv[0][:, 9] == prefill.kv[0][:, 2]).all())
+        assert not decode.kv[1].any(), "the second layer is still being computed"
+        assert not decode.thread.wait(0.1)
+        fences[1].open = True
+        decode.hears(lambda report: report == Received(1, "r1"))
+        for ours, theirs in zip(decode.kv, prefill.kv, strict=True):
+            assert (ours[:, [7, 3, 9]] == theirs[:, [4, 5, 2]]).all()
+        counters, _ = prefill.thread.tally.take()
+        assert counters["bytes"][""] == 3 * HEADS * TOKENS * WIDTH * 4 * 2 * LAYERS, (
+            "each byte once"
+        )
+
+
+def until(reached: Callable[[], bool], within: float = 10.0) -> None:
+    end = time.monotonic() + within
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_nothing_is_sent_before_the_fence_is_done(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
-
-    class Fence:
-        open = False
-
-        def done(self) -> bool:
-            return self.open
-
-        def wait(self, timeout_s: float) -> bool:
-            return self.open
-
     fence = Fence()
     decode.thread.submit(encode([receive(prefill)]))
     prefill.thread.submit(encode(settled()), fence)

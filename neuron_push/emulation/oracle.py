@@ -7,7 +7,7 @@ mistakes it must notice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -99,6 +99,21 @@ class Oracle:
         for number, shape in enumerate(self._cache.shapes):
             if not shape.state:
                 self._fill_group(number, slots.positions, slots.blocks[number], keys)
+
+    def fill_layer(self, slots: Slots, layer: int) -> None:
+        """Write one layer of whole slots, `layer` counted from the rank's first."""
+        keys = self.keys(slots).view(np.int64)
+        for number, shape in enumerate(self._cache.shapes):
+            if shape.state or layer >= len(shape.layers):
+                continue
+            for view in self._cache.views[number]:
+                own = replace(
+                    view,
+                    tensor=view.tensor[:, :, layer : layer + 1],
+                    base=view.base[layer : layer + 1],
+                )
+                where = _where(shape, slots.positions, slots.blocks[number])
+                own.tensor[where] = _expected(own, torch.from_numpy(keys))
 
     def fill_state(self, number: int, block: int, key: Ints) -> None:
         """Write the page that holds a request's state, in every layer of group `number`."""

@@ -178,17 +178,19 @@ class V1:
         ):
             step = self._launch(pieces, not output.has_structured_output_requests)
             if has_kv_transfer_group():
-                self._layer_hooks()
+                self._layer_hooks(step)
             if self.waits:
                 step.written.wait()
         vocabulary = self._config.model_config.get_vocab_size()
         self._pending = StepOutput(step, transfers, vocabulary)
 
-    def _layer_hooks(self) -> None:
+    def _layer_hooks(self, step: Step) -> None:
         connector = get_kv_transfer_group()
-        for name, tensor in self._layers.items():
+        for index, (name, tensor) in enumerate(self._layers.items()):
             connector.wait_for_layer_load(name)
+            step.layer = index
             connector.save_kv_layer(name, tensor, None)
+        step.layer = None
 
     def sample(self, grammar: Any) -> Answer:
         assert self._pending is not None

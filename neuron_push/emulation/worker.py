@@ -83,6 +83,7 @@ class EmulatedRunner:
             Oracle(cache, options.seed), costs, Reporter(options.report, _name(self._config)),
             checking=CHECKING[options.verify], combine=_combine(self._config),
             meddle=faults, early_fence=options.fault == "early-fence",
+            layers=len(cache.tensors) if _streams_layers(self._config) else 0,
         )  # fmt: skip
         self._writer.start()
         accelerator.use(self._writer)
@@ -188,6 +189,12 @@ def _refuse(config: VllmConfig) -> None:
     ):
         if setting is not None:
             raise ConfigError(f"{option}; leave it out")
+
+
+def _streams_layers(config: VllmConfig) -> bool:
+    """Whether anybody looks before a step has ended."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.get_from_extra_config("streaming", "") == "layer"
 
 
 def _name(config: VllmConfig) -> str:

@@ -40,6 +40,10 @@ class Step:
     """By request, tokens that a grammar allows; known when `drawable` is set."""
     sampled: list[list[int]] = field(default_factory=list)
     error: BaseException | None = None
+    layer: int | None = None
+    """Of the layer hook that is being called, if one is."""
+    filled: int = 0
+    """Layers whose bytes are in memory."""
 
     def allow(self, tokens: Mapping[str, np.ndarray]) -> None:
         """Let tokens be drawn, for some requests out of these only."""
@@ -48,16 +52,19 @@ class Step:
 
 
 class StepFence:
-    """Done when a step's bytes are in memory."""
+    """Done when a step's bytes are in memory, or those of its layers up to the one at hand."""
 
     def __init__(self, step: Step | None) -> None:
         self._step = step
+        self._layer = step.layer if step is not None else None
 
     def done(self) -> bool:
-        return self._step is None or self._step.written.is_set()
+        step = self._step
+        early = step is not None and self._layer is not None and step.filled > self._layer
+        return step is None or early or step.written.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        return self._step is None or self._step.written.wait(timeout_s)
+        return self.done() or (self._step is not None and self._step.written.wait(timeout_s))
 
 
 class Writer:
@@ -74,7 +81,9 @@ class Writer:
         clock: Clock | None = None,
         meddle: Meddle | None = None,
         early_fence: bool = False,
+        layers: int = 0,
     ) -> None:
+        """`layers`: how many there are, if their bytes appear one after the other."""
         self._oracle = oracle
         self._costs = costs
         self._reporter = reporter
@@ -83,6 +92,7 @@ class Writer:
         self._clock = clock or RealClock()
         self._meddle = meddle or (lambda moment, step: None)
         self._early_fence = early_fence
+        self._layers = layers
         self._queue: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._last: Step | None = None
         self._free_at = 0.0  # when the device has ended its last step
@@ -145,11 +155,12 @@ class Writer:
         single = sum(piece.count == 1 for piece in step.pieces)
         modelled = self._costs.step(tokens - single, single)
         end = max(step.launched, self._free_at) + modelled
-        clock.sleep_until(end - self._pace * tokens)
+        new = [_new_slots(piece) for piece in step.pieces]
+        if not self._layers:
+            clock.sleep_until(end - self._pace * tokens)
         begun, worked = clock.now(), time.thread_time()
         self._meddle("before", step)
-        new = [_new_slots(piece) for piece in step.pieces]
-        self._oracle.fill(_join([self._kept(slots) for slots in new]))
+        self._fill(step, _join([self._kept(slots) for slots in new]), end - modelled, end)
         self._meddle("written", step)
         if not step.drawable.is_set():  # the bytes are there on time, whenever the grammar comes
             clock.sleep_until(end)
@@ -174,6 +185,16 @@ class Writer:
         for piece in step.pieces:
             if piece.completes_prompt:
                 self._reporter.prompt_done(piece.state.request, step.launched, self._free_at)
+
+    def _fill(self, step: Step, slots: Slots, begin: float, end: float) -> None:
+        """The step's bytes, at once or layer after layer over its time."""
+        if not self._layers:
+            self._oracle.fill(slots)
+        for layer in range(self._layers):
+            share = (layer + 1) / self._layers
+            self._clock.sleep_until(begin + share * (end - begin) - self._pace * len(slots))
+            self._oracle.fill_layer(slots, layer)
+            step.filled = layer + 1
 
     # ------------------------------------------------------------------ reading
 

@@ -12,6 +12,7 @@ from neuron_push.protocol.limits import (
     MAX_DIGEST,
     MAX_GROUPS,
     MAX_NOTIFICATION,
+    MAX_PARTS,
     MAX_PIECE,
     MAX_RANKS,
     MAX_SIDE_CHANNEL,
@@ -89,6 +90,8 @@ def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[Any]) -> 
 
 
 def _check_done(message: Done) -> None:
+    if (message.part or message.parts) and not 1 <= message.part <= message.parts <= MAX_PARTS:
+        raise PeerError(f"Done names part {message.part} of {message.parts}")
     if not 0 <= message.start < message.stop:
         raise PeerError(f"Done names the empty or negative range {message.start}..{message.stop}")
     if len(message.digest) > MAX_DIGEST:

@@ -22,5 +22,7 @@ MAX_RANKS: Final = 4096
 MAX_PIECE: Final = 1 << 40
 # Bytes of a digest.
 MAX_DIGEST: Final = 64
+# Parts of a prompt's layers that travel apart.
+MAX_PARTS: Final = 64
 # Slabs that one rank may offer.
 MAX_SLABS: Final = 1024

@@ -78,6 +78,8 @@ class Done(Message, frozen=True):
     copies: int = 0
     piece: int = 0  # in a slab granted for this piece; 0: in the blocks themselves
     digest: bytes = b""  # of the bytes, if prefill takes one
+    part: int = 0  # of so many `parts` of this rank's layers, from 1; 0: all layers
+    parts: int = 0
 
 
 class Need(Message, frozen=True):

@@ -31,6 +31,7 @@ from neuron_push.plan import Blocks
 from neuron_push.protocol import Register
 from neuron_push.rendezvous.landing import Landing
 from neuron_push.rendezvous.links import Link
+from neuron_push.rendezvous.parts import Parted
 from neuron_push.rendezvous.ranges import RangeSet
 from neuron_push.rendezvous.reads import Reading
 
@@ -62,6 +63,8 @@ class Share:
     landed: RangeSet = field(default_factory=RangeSet)
     landing: Landing = field(default_factory=Landing)  # of a staged share
     reading: Reading | None = None  # if we READ it
+    parted: Parted = field(default_factory=Parted)  # what landed of some layers only
+    parts: int = 0  # how many parts its layers come in, if they do
 
     @property
     def owed(self) -> bool:

@@ -266,11 +266,12 @@ class Consumer:
             return
         if share.link.unpack is None and not message.piece:
             arrived = share.landing.received
-            arrived.add(message.start, message.stop)
-            if share.link.arrival is None:
-                share.landed.add(message.start, message.stop)
-            else:
+            if share.link.arrival is not None:
+                arrived.add(message.start, message.stop)
                 self.landings.check(attempt, share, message)
+            elif not self._landed(share, message):
+                self._context.count("rejected_messages", label="Done of other parts")
+                return
         else:
             arrived = share.landing.received
             complaint = self.landings.on_done(attempt, share, message)
@@ -280,6 +281,19 @@ class Consumer:
         self._context.count("received_bytes", message.nbytes)
         if arrived.covers(attempt.command.start, attempt.command.stop):
             self._quieten(attempt, share)
+
+    def _landed(self, share: Share, message: Done) -> bool:
+        """Tokens are here, whole or a part of their layers; False if the parts are others."""
+        ranges = [(message.start, message.stop)]
+        if message.part:
+            share.parts = share.parts or message.parts
+            if share.parts != message.parts:
+                return False
+            ranges = share.parted.add(message.part, message.parts, *ranges[0])
+        for start, stop in ranges:
+            share.landing.received.add(start, stop)
+            share.landed.add(start, stop)
+        return True
 
     def unpacked(self, event: Unpacked, now: float) -> None:
         """A piece is in its blocks, or could not be brought there."""

@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from neuron_push.commands import Abandon, Near, Offer, Receive, Retire, Settle
+from neuron_push.commands import (
+    Abandon,
+    Compute,
+    Layers,
+    Near,
+    Offer,
+    Receive,
+    Retire,
+    Settle,
+)
 from neuron_push.config import Config
 from neuron_push.errors import ProtocolError
+from neuron_push.plan import Ask, Plan, Stripe
 from neuron_push.protocol import (
     Alive,
     Cancel,
@@ -20,6 +30,7 @@ from neuron_push.protocol import (
     Done,
     Failed,
     Grant,
+    Hello,
     Kept,
     Lend,
     Move,
@@ -55,6 +66,7 @@ from neuron_push.rendezvous.events import (
 )
 from neuron_push.rendezvous.fence import Generations
 from neuron_push.rendezvous.links import Context, Identity, Link, Links
+from neuron_push.rendezvous.parts import part_plans
 from neuron_push.rendezvous.routes import Routes, Verdict
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
@@ -94,6 +106,8 @@ class Core:
             Abandon: lambda event, now: self.consumer.abandon(event, now),
             Offer: lambda event, now: self.producer.offer(event, now),
             Near: lambda event, now: self.producer.near(event),
+            Compute: lambda event, now: self.producer.compute(event),
+            Layers: lambda event, now: self.producer.layers(event, now),
             Settle: lambda event, now: self.producer.settle(event, now),
             Retire: lambda event, now: self.producer.retire(event, now),
             Opened: lambda event, now: self.generations.on_opened(event, now),
@@ -228,13 +242,22 @@ class Core:
         link = Link(
             self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
             hello.metadata, hello.geometry, context.generation, heard=now, spoke=now,
-            hello=hello.link, plan=plan, sharers=hello.sharers, slabs=hello.slabs,
+            hello=hello.link, plan=plan, parts=self._parts(hello, plan),
+            sharers=hello.sharers, slabs=hello.slabs,
         )  # fmt: skip
         self.links.add(link)
         me = context.identity
         welcome = Welcome(me.engine, me.rank, me.incarnation, context.agent, context.metadata,
                           plan.way, readable=not (me.slabs and me.slabs.sole))  # fmt: skip
         context.act(Answer(event.token, welcome, context.generation, hello.metadata))
+
+    def _parts(self, hello: Hello, plan: Plan) -> tuple[Plan, ...]:
+        """Plans for parts of our layers, if those are streamed over this link."""
+        config, me = self._context.config, self._context.identity
+        if config.streaming != "layer" or config.kv_digest or plan.way != "direct":
+            return ()
+        ask = Ask(hello.ask, Stripe(*hello.stripe))
+        return part_plans(me.geometry, hello.geometry, ask, config.min_run)
 
     def _lose(self, link: Link, reason: str, now: float, *, there: bool = False) -> None:
         """A link is over: fail what depends on it, and fence it if bytes may be on the way.

@@ -113,6 +113,7 @@ class Link:
     spoke: float  # when a message came in
     hello: int = 0  # number of the hello that opened it, drawn by the decode rank
     plan: Plan | None = None  # for decode peers: how our pages map to theirs
+    parts: tuple[Plan, ...] = ()  # for decode peers: the same for each part of our layers
     slabs: Slabs | None = None  # of a decode peer
     arrival: Plan | None = None  # for prefill peers: what they WRITE by, if digests are compared
     unpack: StagedPlan | None = None  # for prefill peers: how what lands in our slabs is unpacked

@@ -32,6 +32,7 @@ from neuron_push.plan import Blocks
 from neuron_push.protocol import Match, Register
 from neuron_push.rendezvous.cuts import Cut
 from neuron_push.rendezvous.links import Link
+from neuron_push.rendezvous.parts import Parted
 from neuron_push.rendezvous.ranges import RangeSet
 from neuron_push.transport import AgentName, WriteId
 
@@ -69,6 +70,9 @@ class Source:
     gone: bool = False  # preempted or ended: its blocks are not to be read any more
     writes: int = 0  # WRITEs in flight that read its blocks
     loans: int = 0  # decode ranks that may be READing them
+    computing: int = 0  # tokens that `step` reaches, where layers are streamed
+    step: int = 0
+    reached: dict[int, int] = field(default_factory=dict)  # tokens settled, by part from 1
     # A dict for its order, so that a simulated world replays exactly.
     sendings: dict[Sending, None] = field(default_factory=dict)
     served: set[tuple[str, int]] = field(default_factory=set)  # decode ranks that are done
@@ -86,6 +90,7 @@ class Write:
     agent: AgentName  # theirs
     posted: float  # when
     slab: int = -1  # ours, if it was packed there
+    part: int = 0  # of the layers; 0: all
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +120,8 @@ class Sending:
     writes: dict[WriteId, Write] = field(default_factory=dict)  # in flight
     wants: dict[int, Want] = field(default_factory=dict)  # by piece, when decode unpacks
     pieces: RangeSet = field(default_factory=RangeSet)  # that were posted into granted slabs
+    parted: Parted = field(default_factory=Parted)  # posted part by part
+    arrived: Parted = field(default_factory=Parted)  # landed part by part
     lender: Source | None = None  # whose blocks are lent, if decode READs
     broken: bool = False  # a WRITE failed half way: quiet only when fenced
     cancelled: bool = False  # the decode rank waits for `Cancelled`
@@ -145,13 +152,34 @@ class Sending:
         if self.state is not SendingState.SENDING or self.source is None or self.register.pull:
             return None
         taken = self.posted
-        if self.wants:
+        if self.wants or self.link.parts:
             taken = RangeSet()
             asked = ((want.start, want.stop) for want in self.wants.values())
-            for begin, end in (*self.posted, *asked):
+            begun = self.parted.of(1) if self.link.parts else ()  # the first part goes first
+            for begin, end in (*self.posted, *asked, *begun):
                 taken.add(begin, end)
         register, cut = self.register, Cut(self.grain, self.most)
         return cut.next(taken, register.start, register.stop, self.source.settled)
+
+    def next_part(self) -> tuple[int, int, int] | None:
+        """The next tokens of a part of the layers: (start, stop, part), or None.
+
+        Only of tokens that are not posted whole, so after `next_piece` has nothing more.
+        """
+        source, register = self.source, self.register
+        if self.state is not SendingState.SENDING or source is None or register.pull:
+            return None
+        parts = len(self.link.parts)
+        cut = Cut(self.grain, self.most * parts)
+        for part in range(1, parts + 1):
+            taken = RangeSet()
+            for low, high in (*self.posted, *self.parted.of(part)):
+                taken.add(low, high)
+            settled = max(source.settled, source.reached.get(part, 0))
+            piece = cut.next(taken, register.start, register.stop, settled)
+            if piece is not None:
+                return *piece, part
+        return None
 
 
 def extend(groups: list[Blocks], group: int, first: int, packed: bytes) -> None:
@@ -159,8 +187,10 @@ def extend(groups: list[Blocks], group: int, first: int, packed: bytes) -> None:
     added = Blocks.unpack(first, packed)
     if group >= len(groups):
         groups.append(added)
+    elif not added.ids.size:
+        return
     elif first == groups[group].first + groups[group].ids.size:
         joined = np.concatenate([groups[group].ids, added.ids])
         groups[group] = Blocks(groups[group].first, joined)
-    elif added.ids.size:
+    else:
         groups[group] = added

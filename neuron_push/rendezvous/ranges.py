@@ -52,6 +52,11 @@ class RangeSet:
         """Whether any integer of [start, stop) is in the set."""
         return self.first_gap(start, stop) != (start, stop) and start < stop
 
+    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of [start, stop) that are in the set."""
+        clipped = ((max(start, low), min(stop, high)) for low, high in self)
+        return [(low, high) for low, high in clipped if low < high]
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 

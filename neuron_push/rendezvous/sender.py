@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuron_push.commands import Near, Offer, Retire, Settle, Unpinned
+from neuron_push.commands import Compute, Layers, Near, Offer, Retire, Settle, Unpinned
 from neuron_push.errors import PeerError, PlanError
 from neuron_push.protocol import (
     Cancel,
@@ -36,6 +36,7 @@ class Producer:
         self.sendings: dict[tuple[int, int], Sending] = {}
         self.writes = Writes(context)
         self.loans = Loans(context)
+        self._computing: list[Source] = []  # whose layers settle one by one, until the step's end
 
     # ------------------------------------------------------------------ from the engine
 
@@ -56,9 +57,29 @@ class Producer:
             for sending in source.sendings:
                 self.writes.announce(sending)
 
+    def compute(self, command: Compute) -> None:
+        """A step computes more tokens of a source; its layers will be settled one by one."""
+        source = self.sources.get(command.source)
+        if source is None or source.gone:
+            return  # what is pinned goes with the Settle that follows
+        for group, (first, ids) in enumerate(zip(command.first, command.blocks, strict=True)):
+            extend(source.blocks, group, first, ids)
+        source.pin, source.computing, source.step = command.pin, command.stop, command.step
+        self._computing.append(source)
+
+    def layers(self, command: Layers, now: float) -> None:
+        """So many parts of the layers are settled of what a step computes."""
+        for source in [each for each in self._computing if each.step == command.step]:
+            for part in range(1, command.parts + 1):
+                source.reached[part] = max(source.reached.get(part, 0), source.computing)
+            for sending in () if source.gone else list(source.sendings):
+                self._advance(sending, now)
+
     def settle(self, command: Settle, now: float) -> None:
         """More tokens of a source are settled: their bytes may be read."""
         source = self.sources.get(command.source)
+        if source in self._computing:
+            self._computing.remove(source)
         if source is None or (source.gone and source.pin != command.pin):
             self._context.act(Tell(Unpinned(command.pin)))
             return
@@ -99,6 +120,9 @@ class Producer:
                 self._context.send(link, Failed(message.attempt, clip(sending.reason or OVER)))
             else:
                 self._context.send(link, Registered(message.attempt))
+            return
+        if message.attempt in link.kept:  # a late copy, while `Kept` is on its way
+            self.loans.confirm(link, message.attempt)
             return
         if message.attempt in link.over:
             self._context.count("stale_messages", label="Register")
@@ -176,7 +200,12 @@ class Producer:
             return
         write = self.writes.drained(sending, event.write)
         if event.outcome == "done":
-            sending.landed.add(write.start, write.stop)
+            ranges = [(write.start, write.stop)]
+            if write.part:
+                parts = len(sending.link.parts)
+                ranges = sending.arrived.add(write.part, parts, *ranges[0])
+            for start, stop in ranges:
+                sending.landed.add(start, stop)
             self._advance(sending, now)
             if sending.complete and sending.state is not SendingState.STOPPING:
                 self._context.count("sends", label="sent")

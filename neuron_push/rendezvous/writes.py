@@ -42,14 +42,16 @@ class Writes:
         while len(sending.writes) + len(sending.wants) < self._context.config.writes_in_flight:
             piece = sending.next_piece()
             if piece is None:
-                return
-            if way == "packed":
+                if (found := sending.next_part()) is None:
+                    return
+                self.post(sending, *found[:2], now, part=found[2])
+            elif way == "packed":
                 # One slab at a time, so that transfers take turns.
                 self._context.slabs.ask(
                     ("pack", sending.key), lambda slab, now: self._pack(sending, slab, now)
                 )
                 return
-            if way == "unpacked":
+            elif way == "unpacked":
                 number = next(self._pieces)
                 sending.wants[number] = Want(*piece, now)
                 self._context.send(sending.link, Need(sending.register.attempt, number))
@@ -75,15 +77,19 @@ class Writes:
         slab: Region | None = None,
         own: int = -1,
         piece: int = 0,
+        part: int = 0,
     ) -> None:
-        """WRITE into the registered blocks, or by way of a slab: `own` is its number, if ours."""
+        """WRITE into the registered blocks, or by way of a slab: `own` is its number, if ours.
+
+        `part` of the layers, from 1; 0 for all.
+        """
         link, source, attempt = sending.link, sending.source, sending.register.attempt
         assert source is not None and link.plan is not None
         number = WriteId(next(self._context.operations))
         self.announce(sending)
         sending.started = sending.started or now
-        sending.posted.add(start, stop)
-        write = Write(start, stop, source, link.generation, link.agent, now, slab=own)
+        (sending.parted.of(part) if part else sending.posted).add(start, stop)
+        write = Write(start, stop, source, link.generation, link.agent, now, slab=own, part=part)
         sending.writes[number] = write
         self._in_flight[number] = sending
         source.writes += 1
@@ -93,11 +99,18 @@ class Writes:
                 number,
                 link.generation,
                 link.agent,
-                link.plan,
+                link.parts[part - 1] if part else link.plan,
                 link.geometry,
                 tuple(source.blocks),
                 sending.blocks,
-                Done(attempt, start, stop, piece=piece),
+                Done(
+                    attempt,
+                    start,
+                    stop,
+                    piece=piece,
+                    part=part,
+                    parts=len(link.parts) if part else 0,
+                ),
                 slab,
                 last=stop == sending.register.stop,
             )

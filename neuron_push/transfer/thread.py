@@ -18,6 +18,7 @@ from neuron_push.accelerator import Fence
 from neuron_push.commands import (
     Abandon,
     Command,
+    Compute,
     Offer,
     Receive,
     ReceiveFailed,
@@ -239,7 +240,7 @@ def _remedy(event: Event, reason: str) -> Event | None:
         return Unreachable(event.agent, reason)
     if isinstance(event, Receive | Abandon):
         return Abandon(event.attempt, reason)
-    if isinstance(event, Offer | Settle | Retire):
+    if isinstance(event, Offer | Compute | Settle | Retire):
         return Retire(event.source, "ended", reason)
     return None
 

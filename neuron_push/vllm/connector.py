@@ -89,6 +89,11 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
         return "LBHNC" if current_platform.is_cuda() else None
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are told of by code that one graph for all of them would not run."""
+        return extra_config.get("streaming") == "layer"
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return PushStats(data if data is not None else {})
 
@@ -165,7 +170,8 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Tokens are settled per step, not per layer."""
+        """Where layers are streamed, what lies before this one is settled."""
+        self._in_worker.layer(layer_name)
 
     def finish_forward(self) -> None:
         self._in_worker.finish_forward()

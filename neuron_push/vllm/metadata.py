@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from neuron_push.commands import Command, Receive, Retire, Settle, decode, encode
+from neuron_push.commands import Command, Compute, Receive, Retire, Settle, decode, encode
 
 # (request, reason, block ids): a load that fails at once. The block ids are for vLLM versions
 # that are told of a failure by block, and whose models then have one group of them.
@@ -28,10 +28,11 @@ class StepMeta(KVConnectorMetadata):
     settle point. `attempts`: numbers of the attempts that begin with `now` and whose end is to be
     reported. `handed`: (pin, request) of finished requests whose blocks vLLM keeps until they are
     reported sent, which is when the pin is quiet. `idle` says that the step computes nothing, so
-    the worker half may wait a moment for news.
+    the worker half may wait a moment for news. `layers` numbers the step if it computes prompts
+    whose layers are settled one by one.
     """
 
-    __slots__ = ("attempts", "due", "handed", "idle", "now", "rejected")
+    __slots__ = ("attempts", "due", "handed", "idle", "layers", "now", "rejected")
 
     def __init__(
         self,
@@ -41,7 +42,9 @@ class StepMeta(KVConnectorMetadata):
         rejected: tuple[Rejection, ...] = (),
         handed: tuple[tuple[int, str], ...] = (),
         idle: bool = False,
+        layers: int = 0,
     ) -> None:
+        self.layers = layers
         self.now = now
         self.due = due
         self.attempts = attempts
@@ -61,7 +64,8 @@ class StepMeta(KVConnectorMetadata):
         """Sort commands by when they leave, and pack them."""
         due = [command for command in commands if isinstance(command, Settle | Retire)]
         now = [command for command in commands if not isinstance(command, Settle | Retire)]
-        return cls.pack(now, due, rejected, handed, idle=idle)
+        layers = max((c.step for c in now if isinstance(c, Compute)), default=0)
+        return cls.pack(now, due, rejected, handed, idle=idle, layers=layers)
 
     @classmethod
     def pack(
@@ -72,6 +76,7 @@ class StepMeta(KVConnectorMetadata):
         handed: Sequence[tuple[int, str]] = (),
         *,
         idle: bool = False,
+        layers: int = 0,
     ) -> StepMeta:
         """Pack commands that are sorted already."""
         attempts: tuple[int, ...] = ()
@@ -81,7 +86,7 @@ class StepMeta(KVConnectorMetadata):
             )
         return cls(
             encode(now) if now else b"", encode(due) if due else b"", attempts, tuple(rejected),
-            tuple(handed), idle,
+            tuple(handed), idle, layers,
         )  # fmt: skip
 
     @property
@@ -92,7 +97,9 @@ class StepMeta(KVConnectorMetadata):
     def __reduce__(self) -> tuple[Any, ...]:
         if not (self.now or self.due or self.rejected):
             return _empty, (self.idle,)
-        return StepMeta, (self.now, self.due, self.attempts, self.rejected, self.handed, self.idle)
+        return StepMeta, (
+            self.now, self.due, self.attempts, self.rejected, self.handed, self.idle, self.layers,
+        )  # fmt: skip
 
 
 def _empty(idle: bool) -> StepMeta:

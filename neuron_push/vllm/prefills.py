@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
-from neuron_push.commands import Command, Near, Offer, Retire, Settle, pack_ids
+from neuron_push.commands import Command, Compute, Near, Offer, Retire, Settle, pack_ids
 from neuron_push.protocol import Match
 from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.pins import Pins
@@ -50,6 +50,7 @@ class Prefills:
         custody: Custody,
         *,
         chunks: bool,
+        layers: bool = False,
         backoff: int = 0,
     ) -> None:
         self._commands = commands
@@ -58,6 +59,9 @@ class Prefills:
         self._sizes = sizes
         self._custody = custody
         self._chunks = chunks
+        self._layers = layers  # what a step computes may travel before the step has ended
+        self._steps = 0
+        self.layered = 0  # number of the last step, if it computes what travels by layers
         self._backoff = backoff
         self._sources = count(1)
         self._running: dict[str, Prefill] = {}
@@ -101,6 +105,8 @@ class Prefills:
         """A step is scheduled: what it preempts is withdrawn, what it computes is settled."""
         running = self._running
         self._looked = False
+        self._steps += 1
+        self.layered = 0
         if output.preempted_req_ids:
             self._withdraw(output.preempted_req_ids, pins)
         scheduled = output.num_scheduled_tokens
@@ -197,7 +203,13 @@ class Prefills:
         prefill.settled = stop
         if last:
             self._commands.append(Near(prefill.source))
-        self._due.append(Settle(prefill.source, stop, first, tuple(packed), prefill.pin, last))
+        blocks = tuple(packed)
+        if self._layers:
+            self.layered = self._steps
+            compute = Compute(prefill.source, stop, first, blocks, prefill.pin, self._steps)
+            self._commands.append(compute)
+            first, blocks = tuple(given), (b"",) * len(blocks)
+        self._due.append(Settle(prefill.source, stop, first, blocks, prefill.pin, last))
 
 
 def shorten(request: Request, tokens: int) -> None:

@@ -58,7 +58,8 @@ class SchedulerHalf:
         self._sizes = [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups]
         kinds = identity.group_kinds(kv_config)
         # A window's blocks are freed as it moves on, so those prompts go as a whole.
-        chunks = config.streaming == "chunk" and "sliding" not in kinds
+        chunks = config.streaming != "off" and "sliding" not in kinds
+        layers = config.streaming == "layer" and self._knows_layers(vllm_config, kinds)
         backoff = identity.backoff(vllm_config, kinds)
         self._semantics = identity.semantics(vllm_config, kinds)
         self._parallel = parallel
@@ -70,7 +71,7 @@ class SchedulerHalf:
         self._custody = Custody(vllm_config, kv_config)
         self._prefills = Prefills(
             self._commands, self._due, self._handed, self._sizes, self._custody, chunks=chunks,
-            backoff=backoff,
+            layers=layers, backoff=backoff,
         )  # fmt: skip
         self._decodes = Decodes(
             self._commands, self._rejected, self._sizes, patience=config.patience,
@@ -95,6 +96,19 @@ class SchedulerHalf:
             "neuron-push: engine %s (%s) answers at %s:%d", self._engine, self._role,
             self._address.host, self._address.port,
         )  # fmt: skip
+
+    @staticmethod
+    def _knows_layers(config: VllmConfig, kinds: Sequence[str]) -> bool:
+        """Whether layers of a step are computed once each and in order; says so if they are not."""
+        reasons = [f"a {kind} cache" for kind in set(kinds) - {"full", "mla"}]
+        if identity.draft_model(config):
+            reasons.append("a draft model")
+        if getattr(config.parallel_config, "enable_dbo", False):
+            reasons.append("dual batch overlap")
+        if reasons:
+            why = " and ".join(sorted(reasons))
+            logger.warning('neuron-push: "streaming": "layer" acts as "chunk" with %s', why)
+        return not reasons
 
     def close(self) -> None:
         """Stop answering the side channel."""
@@ -191,7 +205,10 @@ class SchedulerHalf:
         idle = not output.total_num_scheduled_tokens
         if not (self._commands or self._due or self._rejected):
             return IDLE if idle and self._pins else NOTHING
-        meta = StepMeta.pack(self._commands, self._due, self._rejected, self._handed, idle=idle)
+        layers = self._prefills.layered
+        meta = StepMeta.pack(
+            self._commands, self._due, self._rejected, self._handed, idle=idle, layers=layers
+        )
         self._commands.clear()
         self._due.clear()
         self._rejected.clear()

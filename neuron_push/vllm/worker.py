@@ -19,13 +19,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from neuron_push import accelerator as accelerators
 from neuron_push.accelerator import Accelerator
 from neuron_push.bounce import HostStaged
-from neuron_push.commands import Receive, ReceiveFailed, Settle, Unpinned, decode
+from neuron_push.commands import Layers, Receive, ReceiveFailed, Settle, Unpinned, decode, encode
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Geometry, Region
 from neuron_push.nixl import factory
 from neuron_push.protocol import Address, Slabs
 from neuron_push.rendezvous import Identity
+from neuron_push.rendezvous.parts import parts_of
 from neuron_push.transfer import TransferThread
 from neuron_push.transport import TransportFactory
 from neuron_push.vllm import describe, identity
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# More parts of layers than there are: none is to be told.
+NEVER = 1 << 30
 # After this long without any report, empty steps wait longer.
 QUIET = 1.0
 
@@ -69,6 +72,9 @@ class WorkerHalf:
         self._rejected: list[Rejection] = []
         self._last_news = 0.0
         self._last_told = -TOLD
+        # Where layers are streamed: parts that lie before a layer, and those told of this step.
+        self._part_of: dict[str, int] = {}
+        self._parts_done = NEVER
 
     # ------------------------------------------------------------------ memory
 
@@ -87,9 +93,18 @@ class WorkerHalf:
                 f"the end of a step is not visible on {self._accelerator.name}, so a step must not "
                 "begin before the last one's output is known: start with --no-async-scheduling"
             )
+        if self._accelerator.hides_end and self._config.streaming == "layer":
+            raise ConfigError(
+                f"layers are not visible on {self._accelerator.name}, where one graph computes "
+                'them all: set "streaming": "chunk"'
+            )
         geometry = describe.describe(
             config, self._kv_config, caches, self._accelerator, heads, tensor_rank
         )
+        if self._config.streaming == "layer":
+            parts = enumerate(parts_of(geometry))
+            before = {layer: index for index, layers in parts for layer in layers}
+            self._part_of = {name: before[describe.layer_index(name)] for name in caches}
         me = Identity(
             self._engine, self._rank, int.from_bytes(os.urandom(6), "big"),
             identity.semantics(config, identity.group_kinds(self._kv_config)), geometry,
@@ -155,12 +170,15 @@ class WorkerHalf:
         if self._due:
             self._settle()
         self._meta = meta
+        self._parts_done = NEVER
         if meta is NOTHING or meta is IDLE:
             return
         if meta.rejected:
             self._rejected += meta.rejected
         for pin, request in meta.handed:
             self._handed[pin] = request
+        if meta.layers:
+            self._parts_done = 0
         if meta.due:
             self._due.append(meta.due)
         if meta.now:
@@ -171,6 +189,18 @@ class WorkerHalf:
             thread.submit(meta.now)
             if thread.failure is not None:
                 self._fail_all(f"the transfer thread stopped: {thread.failure}")
+
+    def layer(self, name: str) -> None:
+        """The forward has come to a layer: all before it are settled with the fence recorded here.
+
+        Parts of layers are told, and the last one not at all: the step's end is next.
+        """
+        part = self._part_of.get(name, 0)
+        if part > self._parts_done:
+            self._parts_done = part
+            assert self._thread is not None
+            told = encode([Layers(self._meta.layers, part)])
+            self._thread.submit(told, self._accelerator.record_fence())
 
     def finish_forward(self) -> None:
         """Settle point of runners that call it; draft layers are written later."""
@@ -194,6 +224,7 @@ class WorkerHalf:
 
     def _settle(self) -> None:
         assert self._thread is not None
+        self._parts_done = NEVER
         due, self._due = self._due, []
         fence = self._accelerator.record_fence()
         for packed in due:

@@ -81,7 +81,8 @@ class Engine:
     """One rank with a trivial scheduler: one request, a fixed block table."""
 
     def __init__(self, device="p5en", *, fault="", checking=None, folder="", name="engine",
-                 combine=None, profile="instant", state_tokens=0, **options):  # fmt: skip
+                 combine=None, profile="instant", state_tokens=0, layers_apart=False,
+                 **options):  # fmt: skip
         """`state_tokens` adds a state group, with a state per so many tokens."""
         self.cache = (hybrid_cache if state_tokens else cache)(device, **options)
         self.reporter = Reporter(str(folder), name)
@@ -89,7 +90,7 @@ class Engine:
         self.writer = Writer(
             Oracle(self.cache, 0), cost.profile(profile), self.reporter, checking=checking,
             combine=combine, clock=self.clock, meddle=Faults(self.cache, fault),
-            early_fence=fault == "early-fence",
+            early_fence=fault == "early-fence", layers=LAYERS if layers_apart else 0,
         )  # fmt: skip
         self.launched = deque()
         size = self.cache.shapes[0].block_tokens

@@ -38,6 +38,30 @@ def test_a_fence_is_done_when_its_step_is_written_and_not_before():
     assert second.done()
 
 
+def test_layers_are_written_one_after_the_other_and_each_has_its_fence():
+    engine = kit.Engine(layers_apart=True, profile="qwen3-32b-tp8-p5en")
+    end = engine.launch(new=[("r", PROMPT, BLOCKS, 0)], scheduled={"r": 90})
+    step, fences, seen = engine.launched[0], [], []
+    for step.layer in range(kit.LAYERS):
+        fences.append(engine.writer.fence())
+    step.layer = None
+    fill = engine.writer._oracle.fill_layer
+
+    def look(slots, layer):
+        seen.append(([fence.done() for fence in fences], end.done(), engine.clock.now()))
+        fill(slots, layer)
+
+    engine.writer._oracle.fill_layer = look
+    engine.work()
+    assert [done for done, _, _ in seen] == [
+        [False, False, False], [True, False, False], [True, True, False]
+    ]  # fmt: skip
+    assert not any(ended for _, ended, _ in seen) and end.done() and all(f.done() for f in fences)
+    times = [at for _, _, at in seen]
+    assert times == sorted(times) and times[0] == pytest.approx(90 * 25e-6 / 3, rel=1e-6)
+    assert engine.seen.wrong_rows == 0
+
+
 def test_a_fence_before_any_launch_is_done():
     assert kit.Engine().writer.fence().done()
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from neuron_push.commands import (
     Abandon,
+    Compute,
+    Layers,
     Offer,
     Receive,
     Received,
@@ -20,6 +22,7 @@ from neuron_push.commands import (
     pack_ids,
 )
 from neuron_push.protocol import Address, Match, RankInfo
+from neuron_push.rendezvous.parts import parts_of
 from tests.rendezvous.memory import CANARY
 from tests.rendezvous.net import Process, engine_info
 from tests.rendezvous.shapes import BLOCKS, Shape
@@ -73,15 +76,33 @@ class Engine:
     holder: dict[int, int] = field(default_factory=dict)  # block -> attempt or pin
     memory: dict[int, tuple] = field(default_factory=dict)  # prefill: block -> content
     cells: dict[tuple, tuple] = field(default_factory=dict)  # decode
+    parts: dict[tuple, dict] = field(default_factory=dict)  # decode: what came by parts of layers
     pins: dict[int, Pin] = field(default_factory=dict)
     attempts: dict[int, Attempt] = field(default_factory=dict)
     numbers: int = 0
+    retired: set[int] = field(default_factory=set)  # sources
 
     def __post_init__(self):
         self.processes = [
             Process(self.world, self, rank, self.incarnation) for rank in range(self.shape.world)
         ]
         self.sent = [0.0] * len(self.processes)
+
+    def write(self, cell, value, part=0):
+        """A decode cell is written, whole or one part of its layers."""
+        if part:
+            self.parts.setdefault(cell, {})[part] = value
+        else:
+            self.cells[cell] = value
+            self.parts.pop(cell, None)
+
+    def content(self, cell, prefill: Shape):
+        """What lies in a decode cell, written whole or by all parts of the layers alike."""
+        found = self.parts.get(cell, {})
+        values = set(found.values())
+        if len(found) == len(parts_of(prefill.geometry(cell[3]))) and len(values) == 1:
+            return values.pop()
+        return self.cells.get(cell)
 
     def info(self):
         ranks = tuple(
@@ -183,7 +204,45 @@ class Engine:
         self.command(Settle(source, stop, (first,), (pack_ids(blocks),), source, last))
         return True
 
+    def settle_by_layers(self, source: int, prompt: str, old: int, stop: int, *, last: bool, then):
+        """The same, with the layers' bytes one after the other; `then` follows when all are there.
+
+        Returns False when there is no room.
+        """
+        size, world = self.shape.block_tokens, self.world
+        first = -(-old // size)
+        blocks = self.take(-(-stop // size) - first, source)
+        if blocks is None:
+            return False
+        pin = self.pins.setdefault(source, Pin(len(self.processes)))
+        pin.blocks += blocks
+        parts = len(parts_of(self.shape.geometry(0)))
+        self.command(Compute(source, stop, (first,), (pack_ids(blocks),), source, source))
+
+        def reach(part):
+            if not self.up or source in self.retired:
+                return
+            for index, block in enumerate(pin.blocks):
+                valid = min(size, stop - index * size)
+                was = self.memory.get(block, CANARY)
+                whole = was[2] if was != CANARY else 0
+                ahead = (valid, part)
+                if part == parts:
+                    whole, ahead = valid, (0, 0)
+                self.memory[block] = (prompt, index, whole, ahead)
+            if part < parts:
+                self.command(Layers(source, part))
+                world.at(world.rng.uniform(0, 0.01), lambda: reach(part + 1))
+                return
+            done = first + len(blocks)
+            self.command(Settle(source, stop, (done,), (b"",), source, last))
+            then()
+
+        world.at(world.rng.uniform(0, 0.01), lambda: reach(1))
+        return True
+
     def retire(self, source: int, outcome: str):
+        self.retired.add(source)
         self.command(Retire(source, outcome, "test"))
         pin = self.pins.get(source)
         if pin is not None:

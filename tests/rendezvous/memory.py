@@ -107,7 +107,7 @@ class Memory:
                 world.check(used, f"{where}: READ into slab {slab}, which is free")
                 process.staging.setdefault(slab, {})[token] = value
             else:
-                engine.cells[process.rank, target, own_slot, source.rank] = value
+                engine.write((process.rank, target, own_slot, source.rank), value)
         world.landed += len(rows)
 
     def _pack(self, write, rows):
@@ -132,7 +132,7 @@ class Memory:
             value = process.staging[action.slab].get(token, CANARY)
             good = value == (attempt.prompt, token) or _pulled(process, number)
             world.check(good, f"{where}: token {token} is {value}")
-            engine.cells[process.rank, block, token % size, writer] = value
+            engine.write((process.rank, block, token % size, writer), value)
 
     def snapshot(self, write):
         """What a crashing writer had handed to the wire."""
@@ -146,9 +146,13 @@ class Memory:
         if packed and write.post.plan.way == "packed":
             return write.writer.staging[slab_of(write)].get(token, CANARY)
         content = write.writer.engine.memory.get(source, CANARY)
-        if content == CANARY or slot >= content[2]:
+        if content == CANARY:
             return CANARY
-        prompt, index, _ = content
+        # Layers may be ahead of the whole: (valid tokens, parts of the layers).
+        valid, reached = content[3] if len(content) > 3 else (0, 0)
+        if slot >= (max(valid, content[2]) if 0 < write.post.done.part <= reached else content[2]):
+            return CANARY
+        prompt, index = content[:2]
         return (prompt, index * write.writer.engine.shape.block_tokens + slot)
 
     def land(self, write, rows):
@@ -169,7 +173,8 @@ class Memory:
             if write.post.plan.way == "unpacked":
                 self._land_in_slab(write, process, token, value)
                 continue
-            engine.cells[process.rank, block, slot, write.writer.rank] = value
+            cell = process.rank, block, slot, write.writer.rank
+            engine.write(cell, value, write.post.done.part)
         world.landed += len(rows)
 
     def _land_in_slab(self, write, process, token, value):
@@ -192,7 +197,7 @@ class Memory:
             for token in range(attempt.start, attempt.stop):
                 block = attempt.blocks[token // size - attempt.first]
                 cells = [(process.rank, block, token % size, rank) for rank in ranks]
-                values = [engine.cells.get(cell) for cell in cells]
+                values = [engine.content(cell, prefill) for cell in cells]
                 self.world.check(
                     values.count((attempt.prompt, token)) == 1,
                     f"{process}: attempt {attempt.number} decodes token {token} of ranks {ranks} "

@@ -20,6 +20,7 @@ from neuron_push.rendezvous import (
 )
 from neuron_push.rendezvous.attempt import Attempt, AttemptState
 from neuron_push.rendezvous.events import Tell
+from neuron_push.rendezvous.parts import Parted
 
 
 def look_again_before_the_fence(patch):
@@ -311,6 +312,20 @@ def give_a_loan_back_too_early(patch):
     patch.setattr(reads.Reads, "stop", stop)
 
 
+def send_layers_before_their_fence(patch):
+    """Prefill takes one part more of the layers for settled than is."""
+
+    def layers(self, command, now, original=sender.Producer.layers):
+        original(self, command.__class__(command.step, command.parts + 1), now)
+
+    patch.setattr(sender.Producer, "layers", layers)
+
+
+def complete_by_one_part(patch):
+    """Decode takes tokens for landed of which one part of the layers has."""
+    patch.setattr(Parted, "add", lambda self, part, parts, start, stop: [(start, stop)])
+
+
 MUTANTS = {
     mutant.__name__: mutant
     for mutant in (
@@ -323,5 +338,6 @@ MUTANTS = {
         unpin_while_unpacking, reuse_a_packed_slab_at_once, write_into_a_slab_without_a_grant,
         return_a_slab_whose_write_is_under_way, lend_what_may_go, decode_without_confirmation,
         confirm_whatever_is_asked, call_a_read_quiet, give_a_loan_back_too_early,
+        send_layers_before_their_fence, complete_by_one_part,
     )
 }  # fmt: skip

@@ -92,7 +92,7 @@ class Process:
             self.engine.name, self.rank, self.incarnation, SEMANTICS,
             self.engine.shape.geometry(self.rank), self.engine.shape.staging(),
         )  # fmt: skip
-        self.core = Core(CONFIG, self.identity)
+        self.core = Core(self.world.config, self.identity)
         self.address = Address(self.engine.name, 1 + self.rank)
 
     def __repr__(self):

@@ -74,6 +74,18 @@ PROFILES = {
         replace(LOSSY, hang=0.5, write_slow=0.3), prefills=(PACKER,), decodes=(ONE, ONE),
         crashes=2, freezes=2, false_deaths=3, aborts=0.2, preempt=0.3,
     ),
+    "layers": Profile(layers=True),
+    "layers, larger decode blocks": Profile(layers=True, decodes=(Shape(1, 1, 6),)),
+    "layers, losses": Profile(LOSSY, layers=True, aborts=0.2),
+    "layers, preemption": Profile(
+        Faults(reorder=True, slow=0.02), layers=True, preempt=0.6, pulls=0.2
+    ),
+    "layers, crashes": Profile(
+        replace(LOSSY, hang=0.5, write_slow=0.3), layers=True, crashes=2, freezes=2,
+        false_deaths=3, aborts=0.2,
+    ),
+    "chaos, layers": replace(CHAOS, layers=True, pulls=0.2),
+    "chaos, layers, TP 4 to 2": replace(CHAOS, layers=True, prefills=(FOUR,), decodes=(TWO,)),
     "pulls": Profile(pulls=1.0),
     "pulls, larger decode blocks": Profile(pulls=1.0, decodes=(Shape(1, 1, 6),)),
     "pulls, losses": Profile(replace(LOSSY, write_slow=0.2), pulls=0.8, aborts=0.2, preempt=0.2),

@@ -24,6 +24,7 @@ class Profile:
     aborts: float = 0.0  # share of requests given up, on either side
     missing: float = 0.0  # share of legs that never come
     preempt: float = 0.0
+    layers: bool = False  # prompts travel by parts of their layers
     pulls: float = 0.0  # share of requests whose prompt decode READs
     twins: float = 0.0  # share of requests without a transfer id that share their base id
     crashes: int = 0
@@ -41,7 +42,7 @@ def run(seed: int, profile: Profile) -> World:
     roles = ("both", "both") if profile.both else ("producer", "consumer")
     shapes = {f"P{i}": (roles[0], shape) for i, shape in enumerate(profile.prefills)}
     shapes |= {f"D{i}": (roles[1], shape) for i, shape in enumerate(profile.decodes)}
-    world = World(seed, shapes, profile.faults)
+    world = World(seed, shapes, profile.faults, streaming="layer" if profile.layers else "chunk")
     for number in range(profile.requests):
         Request(world, profile, number)
     for _ in range(profile.crashes):
@@ -163,6 +164,13 @@ class Request:
         wait = self.world.rng.choice([0.0, self.world.rng.uniform(0, 0.03)])
         if len(edges) > 1:
             last = edges[1] == self.tokens
+            if self.profile.layers:
+                if not engine.settle_by_layers(
+                    source, self.prompt, edges[0], edges[1], last=last,
+                    then=lambda: self.chunk(engine, source, edges[1:], fate),
+                ):  # fmt: skip
+                    engine.retire(source, "ended")
+                return
             done = engine.settle(source, self.prompt, edges[0], edges[1], self.tokens, last=last)
             if not done:
                 engine.retire(source, "ended")

@@ -34,6 +34,8 @@ HUNTING_GROUNDS = {
     "lend_what_may_go": "pulls",
     "decode_without_confirmation": "pulls, false deaths",
     "confirm_whatever_is_asked": "pulls, losses",
+    "send_layers_before_their_fence": "layers",
+    "complete_by_one_part": "layers",
     "call_a_read_quiet": "pulls, losses",
     "give_a_loan_back_too_early": "pulls, losses",
 }

@@ -12,6 +12,8 @@ import itertools
 import random
 from collections import Counter, deque
 
+from msgspec.structs import replace
+
 from neuron_push.protocol import decode_notification, encode
 from neuron_push.rendezvous import events as ev
 from tests.rendezvous.engines import Engine
@@ -35,7 +37,10 @@ BOUND = (
 class World:
     """Engines by name, the agents that are open, and everything that is going to happen."""
 
-    def __init__(self, seed: int, shapes: dict[str, tuple[str, Shape]], faults: Faults):
+    def __init__(
+        self, seed: int, shapes: dict[str, tuple[str, Shape]], faults: Faults, streaming="chunk"
+    ):
+        self.config = replace(CONFIG, streaming=streaming)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.faults = faults

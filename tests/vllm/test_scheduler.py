@@ -4,11 +4,11 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from neuron_push.commands import Abandon, Near, Offer, Receive, Retire, Settle
+from neuron_push.commands import Abandon, Compute, Near, Offer, Receive, Retire, Settle
 from neuron_push.protocol import Address
 from neuron_push.vllm import compat
 from neuron_push.vllm.decodes import DECLINE_PATIENCE
-from tests.vllm.kit import BLOCK, DECODE, PREFILL, Engine, of_kind, preempt_all
+from tests.vllm.kit import BLOCK, DECODE, PREFILL, Engine, of_kind, preempt_all, unpack_ids
 
 
 @pytest.fixture
@@ -113,6 +113,20 @@ def test_blocks_of_a_finished_prompt_are_held_until_every_rank_lets_go(start):
     engine.step(unpinned=((settle.pin, 1),))
     assert engine.held == 0
     assert not engine.connector.has_pending_push_work()
+
+
+def test_with_layers_a_step_is_told_before_it_computes_and_settled_without_blocks(start):
+    engine = start(tokens=64, extra={"streaming": "layer"})
+    engine.add(100, PREFILL)
+    metas = [engine.step(), engine.step()]
+    (one,), (two,) = (of_kind(meta, Compute) for meta in metas)
+    (done,), (last,) = (of_kind(meta, Settle) for meta in metas)
+    assert [meta.layers for meta in metas] == [one.step, two.step] and one.step < two.step
+    assert (one.stop, two.stop) == (done.stop, last.stop) == (64, 100)
+    assert (one.first, two.first, done.first, last.first) == ((0,), (4,), (4,), (7,))
+    assert [len(unpack_ids(*command.blocks)) for command in (one, two)] == [4, 3]
+    assert done.blocks == last.blocks == ([],)
+    assert one.pin == two.pin == done.pin == last.pin
 
 
 def test_without_streaming_everything_is_settled_at_the_end(start):

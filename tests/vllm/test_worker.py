@@ -1,5 +1,6 @@
 """The worker half under the recorded and derived hook orders of every supported runner."""
 
+import pickle
 import types
 
 import pytest
@@ -8,6 +9,8 @@ from neuron_push.accelerator import CpuAccelerator
 from neuron_push.bounce import HostStaged
 from neuron_push.commands import (
     Abandon,
+    Compute,
+    Layers,
     Near,
     Offer,
     Receive,
@@ -248,6 +251,26 @@ def test_prefill_commands_wait_for_the_settle_point_and_offers_do_not(half, log)
     half.settle()
     assert [type(c) for c in submitted(log)[4:]] == [Settle, Retire]
     assert [entry for entry in log if entry[0] == "fence"] == [("fence", 1)]
+
+
+def test_a_layer_settles_those_before_it_once_and_only_in_steps_that_stream_layers(half, log):
+    half._part_of = {"a": 0, "b": 0, "c": 1, "d": 2}
+    compute = Compute(1, 64, (0,), (pack_ids([1, 2]),), 5, 9)
+    for name in "abcd":
+        half.layer(name)
+    half.bind(StepMeta.of((SETTLE,)))
+    for name in "abcd":
+        half.layer(name)
+    half.settle()
+    assert [type(c) for c in submitted(log)] == [Settle]
+    half.bind(pickle.loads(pickle.dumps(StepMeta.of((compute, SETTLE)))))
+    for name in "abbcccd":
+        half.layer(name)
+    half.settle()
+    half.layer("d")
+    assert submitted(log)[1:] == [compute, Layers(9, 1), Layers(9, 2), SETTLE]
+    fences = [entry[3] for entry in log if entry[0] == "submit"]
+    assert fences == [1, None, 2, 3, 4]
 
 
 def test_draft_layers_are_written_after_the_forward_of_the_target(log):
