@@ -118,7 +118,7 @@ class Proxy:
             return await self._stream(alone, request, body, record)
         prefill, decode = target.prefill, target.decode
         assert prefill is not None and decode is not None
-        first, second = _parameters(prefill, record.request)
+        first, second = _parameters(prefill, record.request, target.dispatch)
         short = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": first}
         short.pop("stream_options", None)
         leg = asyncio.create_task(self._prefill(prefill, request.path, short, record))
@@ -181,14 +181,19 @@ def _headers(record: Record) -> dict[str, str]:
     return {"X-Request-Id": record.request, "Content-Type": "application/json"}
 
 
-def _parameters(prefill: Engine, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parameters(
+    prefill: Engine, name: str, dispatch: Dispatch
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the two legs of a push carry. Names are vLLM's; each connector takes what it knows."""
-    first = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+    first = {
+        "do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name,
+        "transfer_mode": dispatch,
+    }  # fmt: skip
     second = {
         "do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name,
         "remote_engine_id": prefill.name, "remote_host": prefill.host,
         "remote_port": prefill.side_port, "remote_request_id": name,
-        "tp_size": prefill.tp, "pp_size": 1,
+        "tp_size": prefill.tp, "pp_size": 1, "transfer_mode": dispatch,
     }  # fmt: skip
     return first, second
 
