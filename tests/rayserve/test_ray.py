@@ -79,9 +79,7 @@ def test_prompts_are_pushed_from_trn2_to_p5en_under_ray(served, tmp_path):
         prompt = kit.prompt(length, seed=length)
         assert first_answer(url, process, prompt, 8) == pattern.continuation(prompt, 8)
     (decode,) = (tmp_path / "decode").glob("*-0.json")
-    (prefill,) = (tmp_path / "prefill").glob("*-0.json")
-    decode, prefill = (json.loads(each.read_text()) for each in (decode, prefill))
+    decode = json.loads(decode.read_text())
     # Decode computed one token of each prompt; the rest came as KV, and every byte was right.
     assert decode["wrong_rows"] == 0 and decode["context_tokens"] >= sum(lengths) - len(lengths)
     assert decode["prefill_tokens"] == len(lengths)
-    assert prefill["prefill_tokens"] >= sum(lengths)
