@@ -1,0 +1,56 @@
+"""No input crashes a decoder, takes memory without bound, or changes anything if it is invalid."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import pytest
+
+from tests.fuzz.loop import fuzz, read
+from tests.fuzz.targets import TARGETS, seeds
+
+ROUNDS = 1500
+NIGHT = 300.0  # seconds per target
+MOST_GROWTH = 256 << 10  # KiB
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_was_found_before_is_stood_and_new_inputs_too(name):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    target, codec = TARGETS[name]
+    rounds, corpus, seen = fuzz(name, target, codec, 7, lambda done: done < ROUNDS)
+    print(f"seed 7: {rounds} rounds, {seen} edges, {len(corpus)} inputs")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_GROWTH
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * NIGHT)
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_night_of_new_inputs(name):
+    target, codec = TARGETS[name]
+    seed, end = int(time.time()), time.monotonic() + NIGHT
+    print(f"seed {seed}")
+    fuzz(name, target, codec, seed, lambda _: time.monotonic() < end)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_corpus_holds_one_of_every_kind(name):
+    assert set(seeds()[name]) <= set(read(name))
+
+
+def test_the_loop_finds_what_hides_behind_a_few_conditions():
+    def target(data):
+        import neuron_push.protocol.codec as codec
+
+        codec.clip("")
+        try:
+            message = codec.decode_side_channel(data)
+        except codec.PeerError:
+            return
+        assert type(message).__name__ != "Refusal" or len(message.reason) < 600
+
+    from tests.fuzz.loop import MSGPACK, Failed
+
+    with pytest.raises(Failed, match="replay: python -m tests"):
+        fuzz("found", target, MSGPACK, 1, lambda done: done < 20_000)
