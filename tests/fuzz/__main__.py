@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from tests.fuzz.loop import fuzz, keep, read
-from tests.fuzz.targets import TARGETS, seeds
+from tests.fuzz.loop import fuzz, keep
+from tests.fuzz.targets import TARGETS, begin
 
 
 def main():
@@ -23,11 +23,9 @@ def main():
             target(bytes.fromhex(given.input))
             print(f"{name}: stands it")
             continue
-        if not read(name):
-            keep(name, seeds()[name])
         end = time.monotonic() + given.seconds
         rounds, corpus, seen = fuzz(
-            name, target, codec, given.seed, lambda _, end=end: time.monotonic() < end
+            name, target, codec, begin(name), given.seed, lambda _, end=end: time.monotonic() < end
         )
         print(f"{name}: seed {given.seed}, {rounds} rounds, {seen} edges, {len(corpus)} inputs")
         if given.keep:

@@ -123,8 +123,11 @@ class Failed(AssertionError):
     """An input that a target does not stand."""
 
 
-def fuzz(name, target, codec, seed, go_on):
-    """Fuzz while `go_on(rounds)`; returns (rounds, corpus). Raises Failed with the input."""
+def fuzz(name, target, codec, begin, seed, go_on):
+    """Fuzz from `begin` while `go_on(rounds)`; returns (rounds, inputs kept, edges seen).
+
+    Raises Failed with the input.
+    """
     rng, tracer, rounds = random.Random(seed), Tracer(), 0
     corpus = []
 
@@ -137,7 +140,7 @@ def fuzz(name, target, codec, seed, go_on):
                 f"replay: python -m tests.fuzz {name} --input {data.hex()}"
             ) from error
 
-    for data in read(name):
+    for data in dict.fromkeys(begin):
         attempt(data)
         corpus.append(data)
     while go_on(rounds):

@@ -7,6 +7,8 @@ import msgspec
 from neuron_push.config import Config
 from neuron_push.errors import PeerError
 from neuron_push.protocol import (
+    MAGIC,
+    VERSION,
     Hello,
     Match,
     Welcome,
@@ -18,7 +20,7 @@ from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous import events as ev
 from neuron_push.router import bodies
 from neuron_push.vllm import params
-from tests.fuzz.loop import JSON, MSGPACK
+from tests.fuzz.loop import JSON, MSGPACK, read
 from tests.model.freeze import Key
 from tests.rendezvous.net import Faults
 from tests.rendezvous.shapes import SEMANTICS, Shape
@@ -133,6 +135,15 @@ TARGETS = {
     "parameters": (parameters, JSON),
     "router": (router, JSON),
 }
+
+
+def begin(name: str) -> list[bytes]:
+    """Well-formed inputs of every kind, and the corpus as frames of the protocol's version."""
+    frames = TARGETS[name][1] is MSGPACK
+    kept = read(name)
+    if frames:
+        kept += [MAGIC + bytes([VERSION]) + data[3:] for data in kept if data[:2] == MAGIC]
+    return [*seeds()[name], *kept]
 
 
 def seeds() -> dict[str, list[bytes]]:
