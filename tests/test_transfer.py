@@ -26,6 +26,7 @@ from neuron_push.commands import (
     pack_ids,
 )
 from neuron_push.config import Config
+from neuron_push.emulation.link import linked
 from neuron_push.errors import NeuronPushError
 from neuron_push.geometry import Geometry, Group, Region, Semantics
 from neuron_push.layouts import Place, View, split_first
@@ -34,6 +35,7 @@ from neuron_push.protocol import Address, EngineInfo, Match
 from neuron_push.rendezvous import Identity
 from neuron_push.sidechannel import Listener
 from neuron_push.transfer import TransferThread
+from neuron_push.transport import TransportFactory
 
 pytestmark = pytest.mark.real_nixl
 
@@ -85,8 +87,9 @@ class _Tensor:
 
 
 def build(
-    stack: ExitStack, engine: str, role: str, config: Config, listener: Listener | None = None
-) -> Engine:
+    stack: ExitStack, engine: str, role: str, config: Config, listener: Listener | None = None,
+    transport: TransportFactory | None = None,
+) -> Engine:  # fmt: skip
     kv = [np.zeros((2, BLOCKS, HEADS, TOKENS, WIDTH), np.float32) for _ in range(LAYERS)]
     regions = tuple(Region(int(a.ctypes.data), a.nbytes, "DRAM", 0) for a in kv)
     planes = [
@@ -101,7 +104,7 @@ def build(
     if listener is None:
         listener = Listener(engine, "127.0.0.1", 0, lambda: engine_info(engine, role))
         stack.callback(listener.close)
-    thread = TransferThread(config, me, factory(("UCX",)), listener.address)
+    thread = TransferThread(config, me, transport or factory(("UCX",)), listener.address)
     stack.callback(thread.close)
     thread.start()
     return Engine(thread, listener, kv, [])
@@ -244,6 +247,39 @@ def test_layers_travel_before_the_step_has_ended_and_none_before_its_fence(
         assert counters["bytes"][""] == 3 * HEADS * TOKENS * WIDTH * 4 * 2 * LAYERS, (
             "each byte once"
         )
+
+
+class _Crawl:
+    """A link on which a WRITE takes a minute."""
+
+    def transfer(self, nbytes: int) -> float:
+        return 60.0 if nbytes else 0.0
+
+
+def test_a_slow_link_never_makes_prefills_loop_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    tokens = (BLOCKS - 1) * TOKENS
+    match = Match("long", "base", b"digest", tokens)
+    with ExitStack() as stack:
+        crawling = linked(factory(("UCX",)), _Crawl())  # type: ignore[arg-type]
+        prefill = build(stack, "P", "producer", Config(), transport=crawling)
+        decode = build(stack, "D", "consumer", Config())
+        blocks = (pack_ids(range(1, BLOCKS)),)
+        decode.thread.submit(encode([receive(prefill, match=match, stop=tokens, blocks=blocks)]))
+        prefill.thread.submit(encode([Offer(1, "p", match)]))
+        until(lambda: bool(prefill.thread._core.producer.sendings))
+        took = []
+        for step in range(1, BLOCKS):
+            stop = step * TOKENS
+            settle = Settle(1, stop, (step - 1,), (pack_ids([step]),), 71, stop == tokens)
+            began = time.perf_counter()
+            prefill.thread.submit(encode([settle]))
+            took.append(time.perf_counter() - began)
+            time.sleep(0.001)
+        until(lambda: prefill.thread._core.producer.writes)
+        assert sorted(took)[len(took) // 2] < 0.005
+        sending = next(iter(prefill.thread._core.producer.sendings.values()))
+        assert len(sending.writes) <= Config().writes_in_flight and not sending.landed.covers(0, 1)
 
 
 def until(reached: Callable[[], bool], within: float = 10.0) -> None:

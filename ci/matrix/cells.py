@@ -58,6 +58,7 @@ class CellSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mode: tuple[Literal["push", "pull"], ...] = ("push",)
     prefix_caching: tuple[bool, ...] = (True,)
     runner: tuple[Literal["gpu-v2", "gpu-v1", "cpu"], ...] = ("gpu-v2",)
+    streaming: tuple[Literal["chunk", "layer", "off"], ...] = ("chunk",)
     load: tuple[Load, ...] = ("shapes", "burst")
     kv_tokens: int = 24_000
     """Tokens that each engine's KV blocks hold; few make the scheduler preempt."""
@@ -95,6 +96,7 @@ class Cell:
     timed: str = ""
     cores: int = 0
     refused: str = ""
+    streaming: str = "chunk"
 
     @property
     def short_of_kv(self) -> bool:
@@ -111,6 +113,7 @@ class Cell:
         words = [self.model, self.connector, self.mode, *self.load]
         words += [] if self.prefix_caching else ["no-prefix-cache"]
         words += [] if self.runner == "gpu-v2" else [self.runner]
+        words += [] if self.streaming == "chunk" else [self.streaming]
         words += [f"kv{self.kv_tokens}"] if self.short_of_kv else []
         words += [f"timed:{self.timed}"] if self.timed else []
         return f"{self.prefill} > {self.decode} {' '.join(words)}"
@@ -136,16 +139,16 @@ def cells(matrix: MatrixSpec, tier: str) -> list[Cell]:
 
 
 def _expand(matrix: MatrixSpec, spec: CellSpec) -> Iterator[Cell]:
-    for prefill, decode, model, connector, mode, caching, runner in itertools.product(
+    for prefill, decode, model, connector, mode, caching, runner, streaming in itertools.product(
         spec.prefill, spec.decode, spec.model, spec.connector, spec.mode, spec.prefix_caching,
-        spec.runner,
+        spec.runner, spec.streaming,
     ):  # fmt: skip
         sides = [Side.parse(text, matrix.default_vllm) for text in (prefill, decode)]
         if spec.same_side and sides[0] != sides[1]:
             continue
         yield Cell(
             sides[0], sides[1], model, connector, mode, caching, runner, spec.load,
-            spec.kv_tokens, spec.timed, spec.cores, spec.refused,
+            spec.kv_tokens, spec.timed, spec.cores, spec.refused, streaming,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ci.matrix.cells import Cell, Side
 from neuron_push import processes
@@ -30,12 +30,14 @@ class Key:
     runner: str
     kv_tokens: int
     timed: str = ""
+    streaming: str = "chunk"
 
     @property
     def name(self) -> str:
         words = [self.role, str(self.side), self.model, self.connector, self.runner]
         words += [] if self.prefix_caching else ["uncached"]
         words += [str(self.kv_tokens), *([self.timed] if self.timed else [])]
+        words += [] if self.streaming == "chunk" else [self.streaming]
         return "-".join(words).replace("/", ".").replace("@", ".")
 
 
@@ -44,7 +46,8 @@ def keys(cell: Cell) -> tuple[Key, Key]:
     rest = (
         cell.model, cell.connector, cell.prefix_caching, cell.runner, cell.kv_tokens, cell.timed
     )  # fmt: skip
-    return Key("prefill", cell.prefill, *rest), Key("decode", cell.decode, *rest)
+    prefill = Key("prefill", cell.prefill, *rest, streaming=cell.streaming)
+    return prefill, Key("decode", cell.decode, *rest)
 
 
 class Pool:
@@ -144,13 +147,15 @@ class Pool:
 
     def _make(self, key: Key) -> EmulatedEngine:
         side = key.side
-        settings = SETTINGS if key.connector == "neuron-push" else {}
+        settings: dict[str, Any] = dict(SETTINGS) if key.connector == "neuron-push" else {}
+        if key.streaming != "chunk":
+            settings["streaming"] = key.streaming
         spec = EngineSpec(
             name=key.name, role=key.role, device=side.device, vllm=side.vllm,  # type: ignore[arg-type]
             tp=side.tp, block_size=side.block, blocks=max(64, key.kv_tokens // side.block),
             prefix_caching=key.prefix_caching, runner=key.runner,  # type: ignore[arg-type]
             profile=key.timed or "quick", verify="sampled" if key.timed else "full",
-            connector=key.connector, settings=dict(settings),  # type: ignore[arg-type]
+            connector=key.connector, settings=settings,  # type: ignore[arg-type]
         )  # fmt: skip
         model = models.find(key.model, self._logs / "models")
         return EmulatedEngine(spec, model, self._logs, self._say)

@@ -314,6 +314,19 @@ def test_loads_end_once_whatever_the_thread_repeats(half):
     assert half.results() == (set(), set(), set())
 
 
+@pytest.mark.parametrize("commands", [(), (SETTLE,)], ids=["a step without tokens", "with some"])
+def test_a_load_is_told_in_the_first_step_after_its_notification(half, commands):
+    half.bind(StepMeta.of((receive(1, "d"),)))
+    half.results()
+    half.bind(StepMeta.of(commands, idle=not commands))
+    if commands:  # the notification comes during the forward
+        half._thread.reports.append(Received(1, "d"))
+    else:  # or while the step waits for it
+        half._thread.wait = lambda timeout: half._thread.reports.append(Received(1, "d"))
+    half.settle()
+    assert "d" in set().union(*half.results())
+
+
 def test_a_declined_registration_is_never_reported(half):
     half.bind(StepMeta.of((receive(1, "a", blocks=(), stop=0),)))
     half._thread.reports = [ReceiveFailed(1, "a", "unreachable", True)]
