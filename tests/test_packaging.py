@@ -64,7 +64,7 @@ def test_the_wheel_fits_any_machine(wheels, name):
     payload = [entry for entry in wheels[name].namelist() if ".dist-info/" not in entry]
     package = name.replace("-", "_")
     assert f"{package}/py.typed" in payload
-    assert {Path(entry).suffix for entry in payload} <= {".py", ".typed", ".json", ".html"}
+    assert {Path(entry).suffix for entry in payload} <= {".py", ".typed", ".json", ".html", ".yaml"}
     assert {entry.partition("/")[0] for entry in payload} == {package}
 
 
