@@ -27,7 +27,7 @@ LONGEST_BUSY_SLEEP = 0.0002
 BURST = 16
 # Idle rounds in which nothing happened before the thread looks half as often. Peers that connect
 # wake it through the side channel, and requests of its own engine by a command.
-ROUNDS_AWAKE = 100
+ROUNDS_AWAKE = 10
 
 
 class Pause:
