@@ -10,7 +10,8 @@ import pytest
 from neuron_push.bench.handover import command, drive, limit, notice
 from neuron_push.bench.sweep import measure, proxy, results
 from neuron_push.bench.sweep.measure import Moment, Moments
-from neuron_push.errors import NeuronPushError
+from neuron_push.cli import make_parser
+from neuron_push.errors import ConfigError, NeuronPushError
 from neuron_push.protocol import TraceEvent
 from neuron_push.trace.collect import Clock, Track
 
@@ -104,3 +105,14 @@ def test_memory_is_that_of_whole_process_groups():
 def test_figures_are_medians_in_milliseconds():
     found = drive.milliseconds([0.001, 0.002, 0.1])
     assert (found["p50_ms"], found["n"]) == (2.0, 3)
+
+
+def test_a_fleet_whose_kv_is_not_known_is_refused_before_anything_starts(tmp_path):
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        "{model: tiny-gqa, engines: [{name: p, role: prefill}, {name: d, role: decode}]}"
+    )
+    words = ["bench", "handover", "--fleet", str(path), "--out", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="not tiny-gqa: qwen3-32b-rank"):
+        command.main(make_parser(words).parse_args(words))
+    assert not (tmp_path / "out").exists()

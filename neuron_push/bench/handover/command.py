@@ -58,6 +58,11 @@ def main(args: argparse.Namespace) -> int:
     if any(column.floor for column in chosen.values()):
         raise ConfigError("floors have no handover")
     template = traced(engines.Template.of(fleet.load(args.fleet)))
+    if template.model not in KV_BYTES:
+        known = ", ".join(KV_BYTES)
+        raise ConfigError(
+            f"the limit needs a model whose KV is known, not {template.model}: {known}"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     with processes.signals_as_interrupts(), ExitStack() as stack:
         figures = _measure(args, chosen, template, stack)
