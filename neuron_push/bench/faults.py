@@ -275,8 +275,9 @@ def _warm(prefill: Rank | Child, decode: Rank | Child) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What UCX and NIXL read, set for a while."""
-    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    """What UCX, NIXL and vLLM read, set for a while."""
+    wanted = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
     try:
         yield

@@ -12,6 +12,8 @@ from neuron_push.bench.rank import ENVIRONMENT
 
 pytestmark = [pytest.mark.real_nixl, pytest.mark.slow, pytest.mark.timeout(300)]
 
+OTHERS = [case for case, _ in rival.CASES if case is not rival.prefill_aborts]
+
 
 @pytest.fixture
 def environment(monkeypatch):
@@ -20,9 +22,18 @@ def environment(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def test_decode_hears_of_an_aborted_prefill_and_gives_its_blocks_back(environment):
+@pytest.mark.parametrize(
+    "case",
+    [
+        rival.prefill_aborts,
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in OTHERS),
+    ],
+)
+def test_with_this_connector_every_wait_of_a_case_ends(environment, case):
+    policy = dict(rival.CASES)[case]
     with ExitStack() as stack:
-        figures = rival.prefill_aborts(rival.Duel(stack, OURS, "fail", 30.0))
+        figures = case(rival.Duel(stack, OURS, policy, 30.0))
+    print(figures)
     assert all(seconds is not None for seconds in figures.values()), figures
 
 
