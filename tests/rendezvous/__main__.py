@@ -1,7 +1,7 @@
 """`python -m tests.rendezvous`: play random worlds, or one again.
 
-    python -m tests.rendezvous --steps 1000000 --seed 5     worlds of all profiles, from a seed on
-    python -m tests.rendezvous --profile chaos --seed 7     one world, told
+python -m tests.rendezvous --steps 1000000 --seed 5     worlds of all profiles, from a seed on
+python -m tests.rendezvous --profile chaos --seed 7     one world, told
 """
 
 from __future__ import annotations
