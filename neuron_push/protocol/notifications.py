@@ -111,10 +111,12 @@ class Lend(Message, frozen=True):
     """Prefill -> decode: the blocks that hold tokens [start, stop), to be READ. Repeated.
 
     They are held for this attempt until it says `Taken` or `Cancel`. Only `Kept` says that they
-    were: a prefill rank that takes decode for dead lets them go.
+    were: a prefill rank that takes decode for dead lets them go. `link` repeats the registration's,
+    here and in the answers: an attempt may be registered anew over another link.
     """
 
     attempt: int
+    link: int
     blocks: tuple[BlockList, ...]
 
 
@@ -122,12 +124,14 @@ class Taken(Message, frozen=True):
     """Decode -> prefill: every READ of this attempt has ended. Repeated until answered."""
 
     attempt: int
+    link: int
 
 
 class Kept(Message, frozen=True):
     """Prefill -> decode: the blocks lent were held until `Taken` came, so what was READ is good."""
 
     attempt: int
+    link: int
 
 
 class Failed(Message, frozen=True):

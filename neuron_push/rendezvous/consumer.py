@@ -104,7 +104,10 @@ class Consumer:
                 self._context.send(link, Cancel(message.attempt, "this attempt is over"))
             return
         share.answered = True
-        if isinstance(message, PUSHED if share.reading else PULLED):
+        if isinstance(message, Lend | Kept) and message.link != link.hello:
+            # Of an earlier registration, which was never answered in time: its loan is called in.
+            self._context.count("stale_messages", label=type(message).__name__)
+        elif isinstance(message, PUSHED if share.reading else PULLED):
             kind = "pulled" if share.reading else "pushed"
             label = f"{type(message).__name__} of what is {kind}"
             self._context.count("rejected_messages", label=label)

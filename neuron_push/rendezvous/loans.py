@@ -58,7 +58,7 @@ class Loans:
         link.kept[attempt] = None
         if len(link.kept) > MOST_KEPT:
             del link.kept[next(iter(link.kept))]
-        self._context.send(link, Kept(attempt))
+        self._context.send(link, Kept(attempt, link.hello))
 
     def _tell(self, sending: Sending, now: float) -> None:
         source, register = sending.lender, sending.register
@@ -66,4 +66,4 @@ class Loans:
         sending.repeat_at = now + self._context.config.resend_most
         geometry = self._context.identity.geometry
         blocks = encode_blocks(geometry, source.blocks, register.start, register.stop)
-        self._context.send(sending.link, Lend(register.attempt, blocks))
+        self._context.send(sending.link, Lend(register.attempt, sending.link.hello, blocks))

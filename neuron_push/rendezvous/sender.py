@@ -156,6 +156,9 @@ class Producer:
 
     def on_taken(self, link: Link, message: Taken, now: float) -> None:
         """The decode rank has READ all that it wanted: were the blocks held until now?"""
+        if message.link != link.hello:
+            self._context.count("stale_messages", label="Taken")
+            return
         sending, attempt = self.sendings.get((link.id, message.attempt)), message.attempt
         if sending is not None and sending.lender and sending.state is SendingState.SENDING:
             self._context.count("sends", label="lent")

@@ -67,8 +67,8 @@ def messages(rng, link: int = 0):
         Done(attempt, 0, 4, piece=1), Need(attempt, 1), Return(attempt, 1),
         Grant(attempt, 1, rng.choice([0, -1, HUGE])), Cancelled(attempt), Alive(True), Alive(False),
         Move(rng.choice(SIDES), rng.choice(STRANGERS), b"x"),
-        Moved(rng.choice(SIDES), rng.choice(STRANGERS)), Taken(attempt), Kept(attempt),
-        Lend(attempt, rng.choice(BLOCK_LISTS)),
+        Moved(rng.choice(SIDES), rng.choice(STRANGERS)),
+        Taken(attempt, link), Kept(attempt, link), Lend(attempt, link, rng.choice(BLOCK_LISTS)),
     ])  # fmt: skip
 
 
@@ -77,8 +77,8 @@ def about(rng, attempt: int):
     return rng.choice([
         Registered(attempt), Soon(attempt), Done(attempt, 0, 4), Failed(attempt, "forged"),
         Cancel(attempt, "forged"), Cancelled(attempt), Need(attempt, 1), Grant(attempt, 1, 0),
-        Return(attempt, 1), Done(attempt, 0, 4, piece=1), Taken(attempt), Kept(attempt),
-        Lend(attempt, rng.choice(BLOCK_LISTS)),
+        Return(attempt, 1), Done(attempt, 0, 4, piece=1), Taken(attempt, 1),
+        Kept(attempt, 1), Lend(attempt, 1, rng.choice(BLOCK_LISTS)),
     ])  # fmt: skip
 
 

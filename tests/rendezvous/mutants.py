@@ -259,6 +259,21 @@ def lend_what_may_go(patch):
     patch.setattr(loans.Loans, "end", end)
 
 
+def read_by_the_loan_of_an_earlier_link(patch):
+    """Neither side looks over which link blocks were lent."""
+
+    def on_message(self, link, message, now, original=consumer.Consumer.on_message):
+        if hasattr(message, "link"):
+            message = replace(message, link=link.hello)
+        original(self, link, message, now)
+
+    def on_taken(self, link, message, now, original=sender.Producer.on_taken):
+        original(self, link, replace(message, link=link.hello), now)
+
+    patch.setattr(consumer.Consumer, "on_message", on_message)
+    patch.setattr(sender.Producer, "on_taken", on_taken)
+
+
 def decode_without_confirmation(patch):
     """Decode takes what it READ for good without asking whether it was held."""
 
@@ -338,6 +353,6 @@ MUTANTS = {
         unpin_while_unpacking, reuse_a_packed_slab_at_once, write_into_a_slab_without_a_grant,
         return_a_slab_whose_write_is_under_way, lend_what_may_go, decode_without_confirmation,
         confirm_whatever_is_asked, call_a_read_quiet, give_a_loan_back_too_early,
-        send_layers_before_their_fence, complete_by_one_part,
+        send_layers_before_their_fence, complete_by_one_part, read_by_the_loan_of_an_earlier_link,
     )
 }  # fmt: skip

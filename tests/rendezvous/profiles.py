@@ -92,20 +92,20 @@ PROFILES = {
     "pulls, false deaths": Profile(replace(LOSSY, write_slow=0.4), pulls=0.8, false_deaths=6),
     "pulls, rotation under load": Profile(
         replace(LOSSY, reorder=True, slow=0.04, write_slow=0.3, false_unreachable=0.01), pulls=0.7,
-        requests=40, decodes=(ONE, ONE), prefills=(ONE, ONE), false_deaths=8,
+        requests=20, decodes=(ONE, ONE), prefills=(ONE, ONE), false_deaths=8,
     ),
     "pulls, a healthy peer during rotations": Profile(
-        Faults(write_slow=0.15), pulls=0.7, prefills=(ONE, ONE), requests=30, false_deaths=6,
+        Faults(write_slow=0.15), pulls=0.7, prefills=(ONE, ONE), requests=14, false_deaths=6,
         spared="P1",
     ),
     "pulls, stuck": Profile(replace(LOSSY, stuck=0.1), pulls=0.8),
-    "pulls, unpacked": Profile(pulls=0.8, prefills=(APART,), decodes=(UNPACKER,), requests=30),
+    "pulls, unpacked": Profile(pulls=0.8, prefills=(APART,), decodes=(UNPACKER,)),
     "pulls, striped over replicas": Profile(
-        LOSSY, pulls=0.8, prefills=(EIGHT,), decodes=(TWO,), requests=7, long=True
+        LOSSY, pulls=0.8, prefills=(EIGHT,), decodes=(TWO,), requests=2, long=True
     ),
     "pulls, packed by prefill": Profile(pulls=0.8, prefills=(PACKER,)),
     "chaos, pulls": replace(CHAOS, pulls=0.7),
-    "chaos, pulls, both ways": replace(CHAOS, pulls=0.7, both=True, requests=30),
+    "chaos, pulls, both ways": replace(CHAOS, pulls=0.7, both=True),
     "chaos, pulls, unpacked, TP 2 to 1": replace(
         CHAOS, pulls=0.7, prefills=(APART_TWO,), decodes=(UNPACKER,)
     ),
