@@ -120,23 +120,68 @@ class _Commands:
     def receive(self, address, match, start):
         """Register; remembers what the pages held before."""
         from neuron_push.commands import Receive, encode, pack_ids
-        from tests import oracle
 
-        self.before = oracle.snapshot(self.engine.caches[0])
+        self.remember()
         first = start // self.engine.block_tokens
         ids = pack_ids(self.engine.blocks[first:])
         wanted = Receive(1, "r", address, "", match, start, match.tokens, (first,), (ids,), 72, 20)
         self.thread.submit(encode([wanted]))
 
-    def hear(self, kind, seconds=20.0):
-        """Wait for a report of this kind; its text."""
+    def remember(self):
+        """What the pages hold before anything arrives."""
+        from tests import oracle
+
+        self.before = oracle.snapshot(self.engine.caches[0])
+
+    def prefill_many(self, matches):
+        """The same blocks, as the prompt of each match."""
+        from neuron_push.commands import Offer, Retire, Settle, encode, pack_ids
+
+        blocks = pack_ids(self.engine.blocks)
+        for number, match in enumerate(matches, 1):
+            settle = Settle(number, match.tokens, (0,), (blocks,), 1000 + number, True)
+            self.thread.submit(encode([Offer(number, f"p{number}", match), settle]))
+            self.thread.submit(encode([Retire(number, "finished")]))
+
+    def receive_many(self, address, matches):
+        """The same blocks, registered for each match at once."""
+        from neuron_push.commands import Receive, encode, pack_ids
+
+        self.watch()
+        blocks = pack_ids(self.engine.blocks)
+        self.thread.submit(encode([
+            Receive(number, f"r{number}", address, "", match, 0, match.tokens, (0,), (blocks,),
+                    2000 + number, 60)
+            for number, match in enumerate(matches, 1)
+        ]))  # fmt: skip
+
+    def watch(self):
+        """From now on, remember the most slabs and the most memory in use."""
+        pool = self.thread._core._context.slabs
+        serve, self.most_slabs = pool.serve, 0
+
+        def watched(now):
+            serve(now)
+            self.most_slabs = max(self.most_slabs, len(pool.used))
+
+        pool.serve = watched
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")
+        self.resident = _resident("VmRSS")
+
+    def watched(self):
+        """The most slabs in use, and bytes of memory beyond what was resident before."""
+        return self.most_slabs, _resident("VmHWM") - self.resident
+
+    def hear(self, kind, seconds=20.0, count=1):
+        """Wait for so many reports of this kind; the text of one."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.thread.wait(0.05)
             self.heard += self.thread.take()
-            for report in self.heard:
-                if type(report).__name__ == kind:
-                    return str(report)
+            found = [report for report in self.heard if type(report).__name__ == kind]
+            if len(found) >= count:
+                return str(found[0])
         raise AssertionError(f"no {kind} within {seconds} s; heard {self.heard}")
 
     def compare(self, start, stop):
@@ -175,6 +220,13 @@ def _behind_host_memory(engine, nbytes):
         for store in cache.stores:
             staged.region(store)
     return staged, staged.slab(nbytes).base
+
+
+def _resident(field):
+    """Bytes of this process in memory: now (VmRSS), or the most since the last reset (VmHWM)."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 def _serve(pipe):

@@ -155,3 +155,43 @@ def test_a_device_that_nobody_registers_is_reached_through_host_memory(
         ranks, source, target, reorders=reorders, seed=11, behind_host=behind_host, expected=way,
         slab_bytes=1 << 13,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("reorders", "way"), [("consumer", "unpacked"), ("producer", "packed")])
+def test_many_transfers_at_once_use_the_staging_memory_that_was_configured_and_no_more(
+    ranks, reorders, way
+):
+    """Twelve prompts of 8 MiB each through two slabs of 1 MiB."""
+    prompts, tokens, slab, slabs = 12, 2048, 1 << 20, 2
+    shape = {"heads": 2, "layers": 4, "width": 64}
+    prefill, decode = ranks
+    sides = []
+    for rank, layout, size, role in (
+        (prefill, "neuron", 32, "producer"),
+        (decode, "interleaved", 16, "consumer"),
+    ):
+        able = slabs if reorders == role else 0
+        blocks = scattered(random.Random(size), size, tokens)
+        sides.append(
+            rank.call("open", f"{role}{way}", role, slabs=able, slab_bytes=slab, layout=layout,
+                      tokens=size, blocks=blocks, spare=4, **shape)
+        )  # fmt: skip
+    matches = [Match(f"many{number}", "b", b"digest", tokens) for number in range(prompts)]
+    staging = prefill if reorders == "producer" else decode
+    try:
+        prefill.call("fill", tokens)
+        decode.call("remember")
+        if staging is prefill:
+            prefill.call("watch")
+        decode.call("receive_many", sides[0], matches)
+        prefill.call("prefill_many", matches)
+        decode.call("hear", "Received", 50.0, prompts)
+        assert prefill.call("way") == way
+        most, grown = staging.call("watched")
+        decode.call("compare", 0, tokens)
+    finally:
+        left = [rank.call("close") for rank in ranks]
+    assert left == [[], []]
+    assert most == slabs  # all of it is used
+    # Besides, a piece's addresses and NIXL's own buffers; the prompts took 96 MiB together.
+    assert grown < 24 << 20, f"{grown >> 20} MiB beyond {slabs * slab >> 20} MiB of staging"
