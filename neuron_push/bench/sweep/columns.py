@@ -35,6 +35,7 @@ class Column:
 
 KINDS: Final[Mapping[str, Kind]] = {
     "ours": Kind("neuron-push"),
+    "ours-layer": Kind("neuron-push", {"streaming": "layer"}),
     "ours-off": Kind("neuron-push", {"streaming": "off"}),
     "nixl-push": Kind("vllm-push"),
     "nixl-pull": Kind("vllm-pull"),
@@ -42,6 +43,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 }
 COLUMNS: Final[Mapping[str, Column]] = {
     "push": Column("neuron-push, push by chunk", "push", "ours"),
+    "push-layer": Column("neuron-push, push by layer", "push", "ours-layer"),
     "push-off": Column("neuron-push, push at the end", "push", "ours-off"),
     "pull": Column("neuron-push, pull", "pull", "ours"),
     "nixl-push": Column("NixlPushConnector", "push", "nixl-push"),

@@ -18,7 +18,7 @@ CHARTS: Final = (
     ("tpot", "tpot", "floor-tpot", "time per output token, ms"),
 )
 COLORS: Final = {
-    "push": "#0b6e4f", "push-off": "#a3a847", "pull": "#1f6feb",
+    "push": "#0b6e4f", "push-layer": "#5bc0be", "push-off": "#a3a847", "pull": "#1f6feb",
     "nixl-push": "#d1495b", "nixl-pull": "#edae49",
 }  # fmt: skip
 
