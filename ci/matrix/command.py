@@ -20,6 +20,7 @@ from neuron_push.emulation import environments
 from neuron_push.errors import NeuronPushError
 from neuron_push.processes import ServerFailed
 
+INTERRUPTED = "interrupted"
 FILE = Path(__file__).resolve().parents[1] / "matrix.yaml"
 
 
@@ -77,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     _say(f"\n{report.totals(outcomes)}; reports in {args.out}", args.json)
     if args.json:
         print(json.dumps(report.as_json(outcomes)))
-    return 1 if any(outcome.state is State.FAILED for outcome in outcomes) else 0
+    bad = [o for o in outcomes if o.state is State.FAILED or o.reason == INTERRUPTED]
+    return 1 if bad else 0
 
 
 def _prepare(chosen: list[Cell]) -> int:
@@ -132,6 +134,9 @@ def _run_all(
                 outcome.seconds = time.monotonic() - begun
                 outcomes.append(outcome)
                 _say(report.line(outcome), args.json)
+        except KeyboardInterrupt:  # what there is, is reported
+            rest = chosen[len(outcomes) :]
+            outcomes += [Outcome(cell, State.NOT_RUN, INTERRUPTED) for cell in rest]
         finally:
             pool.close()
         return outcomes

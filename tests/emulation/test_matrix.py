@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -132,6 +133,23 @@ def test_what_failed_may_be_tried_again_unless_something_was_wrong(tmp_path):
         with pytest.raises(ConfigError, match="would hide it"):
             report.failed(tmp_path)
         assert command.main(["--failed", "--out", str(tmp_path)]) == 2
+
+
+def test_an_interrupted_run_reports_what_there_is_and_fails(monkeypatch, tmp_path):
+    ended = []
+
+    def run(cell, *_):
+        if ended:
+            raise KeyboardInterrupt
+        ended.append(cell)
+        return Outcome(cell, State.PASSED_EMULATED)
+
+    monkeypatch.setattr(command, "_run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    assert command.main(["--out", str(tmp_path)]) == 1
+    signal.signal(signal.SIGTERM, before)
+    rows = json.loads((tmp_path / "matrix.json").read_text())
+    assert [row["state"] for row in rows] == ["passed-emulated"] + ["not-run"] * (len(PR) - 1)
 
 
 def test_the_command_lists_cells_for_a_plan_job(capsys):
