@@ -11,15 +11,22 @@ import pytest
 from tests.model.mutants import MUTANTS, hunt
 from tests.model.scenarios import NIGHT, SCENARIOS
 from tests.model.space import Space
+from tests.model.walk import play
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.model", description=__doc__)
     parser.add_argument("bounds", nargs="*", help=f"of {', '.join([*SCENARIOS, *NIGHT])}")
     parser.add_argument("--night", action="store_true", help="the larger bounds")
+    parser.add_argument("--walk", type=int, metavar="SEED", help="one long random run")
+    parser.add_argument("--steps", type=int, default=3000, help="of --walk")
     parser.add_argument("--mutant", choices=[mutant.__name__ for mutant in MUTANTS])
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    if given.walk is not None:
+        walk = play(given.walk, given.steps)
+        print(f"seed {given.walk}: {walk.steps} steps, {walk.received} requests received")
+        return
     if given.mutant:
         with pytest.MonkeyPatch.context() as patch:
             print(hunt(next(m for m in MUTANTS if m.__name__ == given.mutant), patch))

@@ -155,7 +155,7 @@ class DecodeEngine(Engine):
                 self._admit(request)
         self.bind()
         _, ended, failed = self.results()
-        for name in ended:
+        for name in sorted(ended):
             self.decodes.loaded(name, self.pins)
             self._ended(self.requests[name], name in failed)
 
@@ -274,7 +274,7 @@ class PrefillEngine(Engine):
                 cached.append((request.request_id, (added,), before))
         self.scheduled = list(tokens)
         output = SimpleNamespace(
-            preempted_req_ids=set(self.preempted), scheduled_new_reqs=new,
+            preempted_req_ids=tuple(self.preempted), scheduled_new_reqs=new,
             num_scheduled_tokens=tokens, scheduled_cached_reqs=_cached(cached),
         )  # fmt: skip
         self.preempted = []
@@ -302,7 +302,10 @@ class PrefillEngine(Engine):
             self.pool.free_blocks(added)
             return None
         added += fresh
-        self.cached[request.prompt, index] = fresh[0].block_id
+        # A block that is handed out anew leaves the prefix cache.
+        block = fresh[0].block_id
+        self.cached = {c: b for c, b in self.cached.items() if b != block}
+        self.cached[request.prompt, index] = block
         request.blocks += added
         request.computed = min(request.num_prompt_tokens, (index + 1) * BLOCK)
         return [block.block_id for block in added]
@@ -323,7 +326,7 @@ class PrefillEngine(Engine):
         self.process.worker.settle()
         self.process.submit()
         sent, _, _ = self.results()
-        for name in sent:
+        for name in sorted(sent):
             self.prefills.sent(name, self.pins)
             self._free(self.sending.pop(name))
         for request in list(self.requests.values()):
