@@ -1,6 +1,6 @@
 """matrix.yaml -> cells.
 
-A side is written `device[/tpN][/bN][@version]`: trn2, p5en/tp2, trn2/b48@0.29.0.
+A side is written `device[/tpN][/ppN][/bN][@version]`: trn2, p5en/tp2, p5en/pp2, trn2/b48@0.29.0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from neuron_push.errors import ConfigError
 
 TIERS = ("pr", "merge", "nightly")
 _SIDE = re.compile(
-    r"(?P<device>\w+)(/tp(?P<tp>\d+))?(/b(?P<block>\d+))?(@(?P<vllm>\d+\.\d+\.\d+))?"
+    r"(?P<device>\w+)(/tp(?P<tp>\d+))?(/pp(?P<pp>\d+))?(/b(?P<block>\d+))?"
+    r"(@(?P<vllm>\d+\.\d+\.\d+))?"
 )
 
 Load = Literal["shapes", "burst", "prefix", "aborts"]
@@ -34,17 +35,25 @@ class Side:
     tp: int
     block: int
     vllm: str
+    pp: int = 1
 
     @classmethod
     def parse(cls, text: str, default: str) -> Side:
         found = _SIDE.fullmatch(text)
         if found is None or found["device"] not in DEVICES:
-            raise ConfigError(f"{text!r} is not device[/tpN][/bN][@version]")
+            raise ConfigError(f"{text!r} is not device[/tpN][/ppN][/bN][@version]")
         block = int(found["block"] or DEVICES[found["device"]].block_tokens)
-        return cls(found["device"], int(found["tp"] or 1), block, found["vllm"] or default)
+        tp, pp = (int(found[name] or 1) for name in ("tp", "pp"))
+        return cls(found["device"], tp, block, found["vllm"] or default, pp)
 
     def __str__(self) -> str:
-        return f"{self.device}/tp{self.tp}/b{self.block}@{self.vllm}"
+        stages = f"/pp{self.pp}" if self.pp > 1 else ""
+        return f"{self.device}/tp{self.tp}{stages}/b{self.block}@{self.vllm}"
+
+    @property
+    def ranks(self) -> int:
+        """Worker processes."""
+        return self.tp * self.pp
 
 
 class CellSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

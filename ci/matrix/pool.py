@@ -98,7 +98,7 @@ class Pool:
         for key in wanted:
             if self._alive(key) or key in self._broken:
                 continue
-            if only_if_room and self._ranks() + key.side.tp > self._most:
+            if only_if_room and self._ranks() + key.side.ranks > self._most:
                 continue
             self._running[key] = self._make(key)
             self._running[key].start()
@@ -136,14 +136,14 @@ class Pool:
 
     def _make_room(self, wanted: tuple[Key, ...]) -> None:
         """Stop what was used longest ago until the wanted engines fit."""
-        needed = sum(key.side.tp for key in wanted if not self._alive(key))
+        needed = sum(key.side.ranks for key in wanted if not self._alive(key))
         spare = [key for key in self._running if key not in wanted]
         spare.sort(key=lambda key: self._used.get(key, 0.0))
         while spare and self._ranks() + needed > self._most:
             self._drop(spare.pop(0))
 
     def _ranks(self) -> int:
-        return sum(key.side.tp for key in self._running)
+        return sum(key.side.ranks for key in self._running)
 
     def _make(self, key: Key) -> EmulatedEngine:
         side = key.side
@@ -152,7 +152,8 @@ class Pool:
             settings["streaming"] = key.streaming
         spec = EngineSpec(
             name=key.name, role=key.role, device=side.device, vllm=side.vllm,  # type: ignore[arg-type]
-            tp=side.tp, block_size=side.block, blocks=max(64, key.kv_tokens // side.block),
+            tp=side.tp, pp=side.pp, block_size=side.block,
+            blocks=max(64, key.kv_tokens // side.block),
             prefix_caching=key.prefix_caching, runner=key.runner,  # type: ignore[arg-type]
             profile=key.timed or "quick", verify="sampled" if key.timed else "full",
             connector=key.connector, settings=settings,  # type: ignore[arg-type]

@@ -46,6 +46,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     vllm: str = ""
     """Version; "" is the one beside this package."""
     tp: Count = 1
+    pp: Count = 1
+    """Pipeline stages. KV of the last one alone decides tokens; wrong rows are counted in all."""
     block_size: int = 0
     """Tokens; 0: the device's own."""
     blocks: Count = 512
@@ -145,7 +147,7 @@ class EmulatedEngine(Server):
         """What its ranks have reported last."""
         return [
             json.loads((self.reports / f"{self.spec.name}-{rank}.json").read_text())
-            for rank in range(self.spec.tp)
+            for rank in range(self.spec.tp * self.spec.pp)
         ]
 
 
@@ -157,9 +159,10 @@ def engine_options(spec: EngineSpec, model: Path, reports: Path) -> EngineOption
         progress_delay=spec.progress_delay,
         huge_pages=spec.huge_pages,
     )  # fmt: skip
-    executor = "uni" if spec.tp == 1 else "mp"
+    executor = "uni" if spec.tp * spec.pp == 1 else "mp"
     arguments = [
         "--worker-cls", WORKER, "--tensor-parallel-size", str(spec.tp),
+        "--pipeline-parallel-size", str(spec.pp),
         "--distributed-executor-backend", executor, "--max-num-seqs", str(spec.max_seqs),
     ]  # fmt: skip
     return EngineOptions(
