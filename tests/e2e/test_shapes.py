@@ -50,7 +50,7 @@ def shaped(
             more += ["--distributed-executor-backend", "mp"]
         options = EngineOptions(
             name=name, model=model, transfer=connector(role, **SETTINGS),  # type: ignore[arg-type]
-            block_size=shape.sizes[index], kv_blocks=200, max_batched=shape.batched,
+            block_size=shape.sizes[index], kv_blocks=400, max_batched=shape.batched,
             prefix_caching=True, arguments=more,
         )  # fmt: skip
         return Engine(options, folder)
