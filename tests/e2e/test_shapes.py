@@ -1,4 +1,9 @@
-"""Real engines with two ranks, a latent cache, or a sliding window beside full attention."""
+"""Real engines with two ranks, or a sliding window beside full attention.
+
+MLA is left to emulated engines: vLLM 0.32's CPU_MLA does not agree with itself. One engine alone
+continues a prompt otherwise when it is given its own answer as part of the prompt, as its kernels
+for prefill and decode differ, so a comparison of tokens proves nothing there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,6 @@ class Shape:
     make: Callable[[Path], Path]
     ranks: tuple[int, int] = (1, 1)
     sizes: tuple[int, int] = (32, 32)
-    batched: int = 256  # tokens per step
 
 
 SHAPES = {
@@ -31,7 +35,6 @@ SHAPES = {
     "TP 2 to 1, 32 to 128": Shape(tiny_model.make, ranks=(2, 1), sizes=(32, 128)),
     "sliding window": Shape(models.sliding),
     "sliding window, 32 to 128": Shape(models.sliding, sizes=(32, 128)),
-    "MLA": Shape(models.latent, sizes=(16, 16), batched=4096),  # vLLM's own limits on a CPU
 }
 
 
@@ -50,7 +53,7 @@ def shaped(
             more += ["--distributed-executor-backend", "mp"]
         options = EngineOptions(
             name=name, model=model, transfer=connector(role, **SETTINGS),  # type: ignore[arg-type]
-            block_size=shape.sizes[index], kv_blocks=400, max_batched=shape.batched,
+            block_size=shape.sizes[index], kv_blocks=200, max_batched=256,
             prefix_caching=True, arguments=more,
         )  # fmt: skip
         return Engine(options, folder)
