@@ -110,3 +110,11 @@ def test_the_fleet_of_the_quick_start_is_one(tmp_path):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     parser.parse_args(fleet.router.arguments)
+
+
+def test_the_readme_has_a_row_for_every_module_and_none_for_others():
+    rows = re.findall(r"^\| `(neuron_push/[^`]+)` \|", (ROOT / "README.md").read_text(), re.M)
+    package = ROOT / "neuron_push"
+    modules = {f"neuron_push/{path.name}" for path in package.glob("[!_]*.py")}
+    modules |= {f"neuron_push/{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert sorted(rows) == sorted(modules)
