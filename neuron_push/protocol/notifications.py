@@ -39,7 +39,8 @@ class Register(Message, frozen=True):
 
     start == stop says that nothing is wanted and the prompt may be let go. `pull` asks for the
     loan of the prompt's blocks instead, to READ them; it names no blocks.
-    `attempt` grows with every registration of the decode engine's incarnation. `link` repeats
+    `attempt` grows with the registrations of the decode engine's incarnation; what is registered
+    anew has a new number, and nothing said of the old one concerns it. `link` repeats
     the hello's: a copy that was sent over an earlier link may name blocks given back since.
     """
 
@@ -112,7 +113,7 @@ class Lend(Message, frozen=True):
 
     They are held for this attempt until it says `Taken` or `Cancel`. Only `Kept` says that they
     were: a prefill rank that takes decode for dead lets them go. `link` repeats the registration's,
-    here and in the answers: an attempt may be registered anew over another link.
+    here and in the answers.
     """
 
     attempt: int

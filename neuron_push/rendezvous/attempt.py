@@ -17,6 +17,9 @@ owed has landed (a prefill rank never posts the same tokens of an attempt twice)
 (reads.py), none of our READs is in flight. The pin on
 the blocks goes exactly when every share is quiet, never on a timeout (promise 1).
 
+Registered anew, an attempt has another number on the wire: what was said of its earlier
+registration, however late it comes, is no word about this one.
+
 `ATTEMPT_MOVES` is the whole transition table; leaving it is a defect of ours.
 """
 
@@ -34,6 +37,16 @@ from neuron_push.rendezvous.links import Link
 from neuron_push.rendezvous.parts import Parted
 from neuron_push.rendezvous.ranges import RangeSet
 from neuron_push.rendezvous.reads import Reading
+
+
+def number_of(attempt: int, *, anew: bool = False) -> int:
+    """The number on the wire of an attempt's registration, the first or the one made anew."""
+    return 2 * attempt + anew
+
+
+def attempt_of(number: int) -> int:
+    """The attempt that a registration's number on the wire belongs to."""
+    return number // 2
 
 
 class AttemptState(Enum):
@@ -91,7 +104,7 @@ class Attempt:
     reported: bool = False
     sent: int = 0  # how often it was registered
     again: bool = False  # to be connected anew once it is quiet
-    astray: bool = False  # that has happened, which it does once
+    anew: bool = False  # that has happened, which it does once
     announced: bool = False  # bytes are on the way: poll quickly
     send_at: float = 0.0
     wait: float = 0.0
@@ -100,6 +113,11 @@ class Attempt:
         if state not in ATTEMPT_MOVES[self.state]:
             raise ProtocolError(f"attempt {self.command.attempt}: {self.state} -> {state}")
         self.state = state
+
+    @property
+    def number(self) -> int:
+        """The number of its registration on the wire."""
+        return number_of(self.command.attempt, anew=self.anew)
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:

@@ -22,7 +22,7 @@ from neuron_push.protocol import (
     Soon,
     clip,
 )
-from neuron_push.rendezvous.attempt import Attempt, AttemptState, Share
+from neuron_push.rendezvous.attempt import Attempt, AttemptState, Share, attempt_of
 from neuron_push.rendezvous.events import ReadEnded, Tell, Unpacked
 from neuron_push.rendezvous.landing import Landings
 from neuron_push.rendezvous.links import Context, Link
@@ -96,7 +96,9 @@ class Consumer:
 
     def on_message(self, link: Link, message: FromPrefill, now: float) -> None:
         """Apply one notification of a prefill rank, if it concerns a live share of its own."""
-        attempt = self.attempts.get(message.attempt)
+        attempt = self.attempts.get(attempt_of(message.attempt))
+        if attempt is not None and attempt.number != message.attempt:
+            attempt = None  # it is registered anew, under another number
         share = attempt.shares.get(link.id) if attempt else None
         if attempt is None or share is None:
             self._context.count("stale_messages", label=type(message).__name__)
@@ -104,10 +106,7 @@ class Consumer:
                 self._context.send(link, Cancel(message.attempt, "this attempt is over"))
             return
         share.answered = True
-        if isinstance(message, Lend | Kept) and message.link != link.hello:
-            # Of an earlier registration, which was never answered in time: its loan is called in.
-            self._context.count("stale_messages", label=type(message).__name__)
-        elif isinstance(message, PUSHED if share.reading else PULLED):
+        if isinstance(message, PUSHED if share.reading else PULLED):
             kind = "pulled" if share.reading else "pushed"
             label = f"{type(message).__name__} of what is {kind}"
             self._context.count("rejected_messages", label=label)
@@ -163,10 +162,10 @@ class Consumer:
             loud = loud or not share.quiet
             if attempt.state is AttemptState.WAITING:
                 text = f"prefill rank {link.rank} of {link.engine}: {reason}"
-                stray = there and not (attempt.answered or attempt.astray or attempt.wants_nothing)
+                stray = there and not (attempt.answered or attempt.anew or attempt.wants_nothing)
                 if stray:
                     self._drain(attempt, text, now)
-                    attempt.again = attempt.astray = True
+                    attempt.again = True
                     self._finish_drain(attempt)
                 else:
                     self._fail(attempt, text, "lost", now)
@@ -260,7 +259,7 @@ class Consumer:
         )
         patience = max(0, int((attempt.deadline - now) * 1000))
         return Register(
-            command.attempt, 0, command.match, command.start, command.stop, blocks, patience
+            attempt.number, 0, command.match, command.start, command.stop, blocks, patience
         )
 
     def _on_done(self, attempt: Attempt, share: Share, message: Done, now: float) -> None:
@@ -394,7 +393,7 @@ class Consumer:
         self._context.note(f"attempt {attempt.command.attempt} looks again: {attempt.reason}")
         attempt.move(AttemptState.CONNECTING)
         self._leave(attempt)
-        attempt.again = False
+        attempt.again, attempt.anew = False, True
         attempt.reason = ""
         attempt.sent = 0
         attempt.deadline = attempt.began + attempt.command.patience
@@ -406,7 +405,7 @@ class Consumer:
             share.link.sessions -= 1
             if share.reading is not None and not share.reading.kept:
                 # Said once: prefill repeats its loan if this is lost, and then hears it again.
-                cancel = Cancel(attempt.command.attempt, clip(attempt.reason))
+                cancel = Cancel(attempt.number, clip(attempt.reason))
                 self._context.send(share.link, cancel)
         attempt.shares.clear()
 
@@ -438,7 +437,7 @@ class Consumer:
         self._later(attempt, now)
 
     def _send_cancels(self, attempt: Attempt, now: float) -> None:
-        message = Cancel(attempt.command.attempt, clip(attempt.reason))
+        message = Cancel(attempt.number, clip(attempt.reason))
         for share in attempt.shares.values():
             if not share.quiet and share.reading is None:
                 self._context.send(share.link, message)

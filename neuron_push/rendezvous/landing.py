@@ -80,15 +80,14 @@ class Landings:
             self._context.count("rejected_messages", label="too many Needs")
         else:
             landing.queued.add(piece)
-            number = attempt.command.attempt
 
             def serve(slab: int, now: float) -> bool:
                 landing.queued.discard(piece)
                 landing.granted[piece] = slab
-                self._context.send(link, Grant(number, piece, slab))
+                self._context.send(link, Grant(message.attempt, piece, slab))
                 return True
 
-            self._context.slabs.ask(_key(number, link, piece), serve)
+            self._context.slabs.ask(_key(attempt.command.attempt, link, piece), serve)
 
     def on_return(self, attempt: Attempt, share: Share, message: Return) -> None:
         """A prefill rank will not use a grant, nor any other of that number."""

@@ -201,7 +201,7 @@ class Reads:
         """Say `Taken`, unless it was answered."""
         reading = share.reading
         if reading is not None and reading.asked and not reading.kept:
-            self._context.send(share.link, Taken(attempt.command.attempt, share.link.hello))
+            self._context.send(share.link, Taken(attempt.number, share.link.hello))
 
     def confirmed(self, share: Share) -> None:
         """The blocks were held until our last READ had ended."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from neuron_push.commands import Offer, Receive, Received, ReceiveFailed, Retire, Settle
 from neuron_push.protocol import Done, Register
+from neuron_push.rendezvous.attempt import attempt_of
 from neuron_push.rendezvous.events import (
     Action,
     Event,
@@ -72,7 +73,7 @@ class Tracer:
                 self._registered.note((event.agent, message.attempt), message.match.transfer)
                 self._add("registered", message.match.transfer, now, str(event.agent))
             case Notified(message=Done() as message):
-                name = self._attempts.get(message.attempt, "")
+                name = self._attempts.get(attempt_of(message.attempt), "")
                 self._add("notified", name, now, str(event.agent), value=message.nbytes)
             case WriteEnded() | ReadEnded():
                 self._ended(event, now)

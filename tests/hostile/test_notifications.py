@@ -24,6 +24,7 @@ from neuron_push.protocol import (
     Soon,
     encode,
 )
+from neuron_push.rendezvous.attempt import number_of
 from tests.hostile.scene import FRESH, HIT, nothing_left, transfer
 
 pytestmark = pytest.mark.real_nixl
@@ -110,7 +111,7 @@ def test_garbage_of_a_stranger(stage):
 def test_good_messages_of_a_stranger(stage):
     scene = stage()
     p, d, source, attempt = under_way(scene)
-    messages = of_attempt(attempt)
+    messages = of_attempt(number_of(attempt))
     rogue = stranger("rogue/0/1/1")
     try:
         name = rogue.add_peer(d.thread._core._context.metadata)
@@ -134,7 +135,12 @@ def test_garbage_of_a_linked_peer(stage):
     for payload in GARBAGE.values():
         p.call("send", payload, "D")
     # What no prefill rank may say, or says of attempts that are not there.
-    absurd = [Done(attempt, 0, 1 << 40), Done(999, 0, 16), Failed(999, "no"), Cancelled(999)]
+    absurd = [
+        Done(number_of(attempt), 0, 1 << 40),
+        Done(999, 0, 16),
+        Failed(999, "no"),
+        Cancelled(999),
+    ]
     for message in absurd:
         p.call("send", encode(message), "D")
     scene.until(lambda: d.tally("rejected_messages", "garbage") == len(GARBAGE), what="garbage")

@@ -16,6 +16,7 @@ from neuron_push.plan import decode_runs
 from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, encode
 from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous import events as ev
+from neuron_push.rendezvous.attempt import attempt_of
 from neuron_push.vllm.worker import WorkerHalf
 from tests.rendezvous.shapes import SEMANTICS, Shape
 
@@ -260,8 +261,9 @@ class Process:
         blocks = tuple(int(theirs.ids[i - theirs.first]) for i in range(first, last))
         self.effects.posted.append(
             Write(
-                self.open[action.generation], str(action.agent), int(action.write), done.attempt,
-                done.start, done.stop, source.pin, reads, blocks, encode(done),
+                self.open[action.generation], str(action.agent), int(action.write),
+                attempt_of(done.attempt), done.start, done.stop, source.pin, reads, blocks,
+                encode(done),
             )
         )  # fmt: skip
 

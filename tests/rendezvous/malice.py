@@ -26,6 +26,7 @@ from neuron_push.protocol import (
     Welcome,
 )
 from neuron_push.rendezvous import events as ev
+from neuron_push.rendezvous.attempt import number_of
 from neuron_push.rendezvous.links import owns
 from tests.rendezvous.shapes import BLOCKS, SEMANTICS
 
@@ -98,7 +99,7 @@ def pester(world, process):
     # What is drawn unseen of a known link's own traffic would be that peer's own mischief.
     event = rng.choice([
         ev.Garbage(stranger, "noise"), ev.Unreachable(stranger, "who?"),
-        ev.Notified(stranger, about(rng, number)), ev.Notified(stranger, messages(rng)),
+        ev.Notified(stranger, about(rng, number_of(number))), ev.Notified(stranger, messages(rng)),
         ev.WriteEnded(NOWHERE, rng.choice(["done", "broken", "unposted"])),
         ev.ReadEnded(NOWHERE, rng.choice(["done", "broken", "unposted"])),
         ev.Greeted(NOWHERE, rng.choice([welcome, Refusal("no")])), ev.Closed(NOWHERE),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from neuron_push.rendezvous.attempt import attempt_of
 from neuron_push.rendezvous.events import Post
 from tests.rendezvous.net import Read, Write
 from tests.rendezvous.shapes import SLAB_BYTES
@@ -49,7 +50,7 @@ class Memory:
             if target:
                 rows.append((token, source, token % size, target, token % peer_size))
         if not rows:  # other replicas have all of the range: a notification and no bytes
-            return Write(writer, post, post.done.attempt, post.agent, None, [])
+            return Write(writer, post, attempt_of(post.done.attempt), post.agent, None, [])
         pins = {writer.engine.holder.get(row[1]) for row in rows}
         world.check(len(pins) == 1 and None not in pins, f"{writer}: posts from freed blocks")
         pin = pins.pop()
@@ -60,7 +61,7 @@ class Memory:
         cuts = sorted(world.rng.randrange(len(rows) + 1) for _ in range(world.rng.randrange(3)))
         edges = [0, *cuts, len(rows)]
         pieces = [rows[a:b] for a, b in pairwise(edges) if a < b]
-        write = Write(writer, post, post.done.attempt, post.agent, pin, pieces)
+        write = Write(writer, post, attempt_of(post.done.attempt), post.agent, pin, pieces)
         if post.plan.way == "packed":
             self._pack(write, rows)
         return write

@@ -18,7 +18,7 @@ from neuron_push.rendezvous import (
     sender,
     writes,
 )
-from neuron_push.rendezvous.attempt import Attempt, AttemptState
+from neuron_push.rendezvous.attempt import Attempt, AttemptState, number_of
 from neuron_push.rendezvous.events import Tell
 from neuron_push.rendezvous.parts import Parted
 
@@ -259,18 +259,13 @@ def lend_what_may_go(patch):
     patch.setattr(loans.Loans, "end", end)
 
 
-def read_by_the_loan_of_an_earlier_link(patch):
-    """Neither side looks over which link blocks were lent."""
-
-    def on_message(self, link, message, now, original=consumer.Consumer.on_message):
-        if hasattr(message, "link"):
-            message = replace(message, link=link.hello)
-        original(self, link, message, now)
+def keep_the_number_of_an_earlier_registration(patch):
+    """What is registered anew is called as before, over whichever link."""
 
     def on_taken(self, link, message, now, original=sender.Producer.on_taken):
         original(self, link, replace(message, link=link.hello), now)
 
-    patch.setattr(consumer.Consumer, "on_message", on_message)
+    patch.setattr(Attempt, "number", property(lambda self: number_of(self.command.attempt)))
     patch.setattr(sender.Producer, "on_taken", on_taken)
 
 
@@ -322,7 +317,7 @@ def give_a_loan_back_too_early(patch):
     def stop(self, attempt, share, original=reads.Reads.stop):
         original(self, attempt, share)
         if share.reading is not None:
-            self._context.send(share.link, Cancel(attempt.command.attempt, "too early"))
+            self._context.send(share.link, Cancel(attempt.number, "too early"))
 
     patch.setattr(reads.Reads, "stop", stop)
 
@@ -353,6 +348,7 @@ MUTANTS = {
         unpin_while_unpacking, reuse_a_packed_slab_at_once, write_into_a_slab_without_a_grant,
         return_a_slab_whose_write_is_under_way, lend_what_may_go, decode_without_confirmation,
         confirm_whatever_is_asked, call_a_read_quiet, give_a_loan_back_too_early,
-        send_layers_before_their_fence, complete_by_one_part, read_by_the_loan_of_an_earlier_link,
+        send_layers_before_their_fence, complete_by_one_part,
+        keep_the_number_of_an_earlier_registration,
     )
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuron_push.protocol import Match
-from neuron_push.rendezvous.attempt import AttemptState
+from neuron_push.rendezvous.attempt import AttemptState, number_of
 from neuron_push.rendezvous.events import Unreachable
 from neuron_push.rendezvous.producer import SendingState
 from tests.rendezvous.net import Faults
@@ -68,7 +68,8 @@ class Story:
         """State of the sending, once it was registered."""
         for sending in self.producer.sendings.values():
             return sending.state
-        ended = any(link.over._over.covers(1, 2) for link in self.prefill.processes[0].core.links)
+        links, number = self.prefill.processes[0].core.links, number_of(self.attempt.number)
+        ended = any(number in link.over for link in links)
         return SendingState.ENDED if ended else None
 
     def rotation_phase(self, side):

@@ -33,7 +33,7 @@ HUNTING_GROUNDS = {
     "return_a_slab_whose_write_is_under_way": "unpacked, losses",
     "lend_what_may_go": "pulls",
     "decode_without_confirmation": "pulls, false deaths",
-    "read_by_the_loan_of_an_earlier_link": "pulls, rotation under load",
+    "keep_the_number_of_an_earlier_registration": "pulls, rotation under load",
     "confirm_whatever_is_asked": "pulls, losses",
     "send_layers_before_their_fence": "layers",
     "complete_by_one_part": "layers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_push.protocol import Hello, Match
+from neuron_push.protocol import Cancel, Cancelled, Hello, Match, Register, Soon
 from neuron_push.rendezvous.events import HelloArrived, Unreachable
 from tests.rendezvous.net import CONFIG, Faults
 from tests.rendezvous.shapes import Shape
@@ -91,6 +91,41 @@ def test_a_client_that_leaves_while_its_request_looks_again_is_told_at_once():
     world.engines["D0"].abandon(attempt)
     world.run(0.01)
     assert attempt.reported == {0: False}
+    world.settle_down()
+
+
+@pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
+def test_what_was_said_of_a_registration_says_nothing_of_the_one_made_anew(pull):
+    shapes = {"P0": ("producer", Shape(2)), "D0": ("consumer", Shape())}
+    world = World(1, shapes, Faults(write_slow=0.05))
+    request(world, 1)
+    held, send = [], world.deliver
+
+    def hold_back(sender, target, message):
+        """Prefill hears no registration, and the word of its end goes astray for a while."""
+        if isinstance(message, Cancel | Cancelled):
+            held.append((sender, target, message))
+        if not isinstance(message, Register | (Cancel if pull else Soon)):
+            send(sender, target, message)
+
+    world.deliver = hold_back
+    prefill, decode = world.engines["P0"], world.engines["D0"]
+    match = Match("t2", "b2", b"prompt2", 21)
+    attempt = decode.receive(match, "prompt2", "P0", pull=pull)
+    world.run(0.1)
+    decode.processes[0].feed(Unreachable("P0/0/1/0", "injected"))
+    world.run(0.1)
+    assert held
+    world.deliver = send
+    source = prefill.offer(match)
+    prefill.settle(source, "prompt2", 0, 21, 21, last=True)
+    prefill.retire(source, "finished")
+    while not any(p.writes for p in prefill.processes) and not decode.processes[0].reads:
+        world.step()
+    for letter in held:
+        send(*letter)
+    world.run(1.0)
+    assert attempt.reported == {0: True}
     world.settle_down()
 
 

@@ -29,23 +29,24 @@ from neuron_push.protocol import (
     Taken,
 )
 from neuron_push.rendezvous import events as ev
-from neuron_push.rendezvous.attempt import ATTEMPT_MOVES, Attempt, AttemptState
+from neuron_push.rendezvous.attempt import ATTEMPT_MOVES, Attempt, AttemptState, number_of
 from neuron_push.rendezvous.producer import SENDING_MOVES, Sending, SendingState
 from tests.rendezvous.profiles import PROFILES
 from tests.rendezvous.scenario import run
 from tests.rendezvous.stories import Story, enter_attempt, enter_sending
 
 MATCH = Match("t", "b", b"prompt", 40)
+N = number_of(1)
 MESSAGES = [
-    Register(1, 1, MATCH, 0, 40, (BlockList(0, (1, 10)),), 1000),
-    Register(1, 1, MATCH, 40, 40, (BlockList(10, ()),), 1000),
-    Register(1, 2, MATCH, 0, 40, (), 0),
-    Registered(1), Soon(1), Done(1, 0, 12), Done(1, 0, 4000), Failed(1, "no"), Cancel(1, "no"),
-    Done(1, 0, 12, piece=1), Need(1, 1), Grant(1, 1, 0), Return(1, 1),
-    Register(1, 1, MATCH, 0, 40, (), 1000, pull=True), Lend(1, 1, (BlockList(0, (1, 10)),)),
-    Lend(1, 1, (BlockList(0, (1, 3)),)), Taken(1, 1), Taken(1, 2),
-    Kept(1, 1), Lend(1, 2, (BlockList(0, (1, 10)),)),
-    Cancelled(1), Alive(True), Alive(False),
+    Register(N, 1, MATCH, 0, 40, (BlockList(0, (1, 10)),), 1000),
+    Register(N, 1, MATCH, 40, 40, (BlockList(10, ()),), 1000),
+    Register(N, 2, MATCH, 0, 40, (), 0),
+    Registered(N), Soon(N), Done(N, 0, 12), Done(N, 0, 4000), Failed(N, "no"), Cancel(N, "no"),
+    Done(N, 0, 12, piece=1), Need(N, 1), Grant(N, 1, 0), Return(N, 1),
+    Register(N, 1, MATCH, 0, 40, (), 1000, pull=True), Lend(N, 1, (BlockList(0, (1, 10)),)),
+    Lend(N, 1, (BlockList(0, (1, 3)),)), Taken(N, 1), Taken(N, 2),
+    Kept(N, 1), Lend(N, 2, (BlockList(0, (1, 10)),)),
+    Cancelled(N), Alive(True), Alive(False),
     Move("prefill", "P0/0/1/5", b"P0/0/1/5"), Move("decode", "D0/0/1/5", b"D0/0/1/5"),
     Moved("prefill", "D0/0/1/0"), Moved("decode", "P0/0/1/0"),
 ]  # fmt: skip

@@ -93,8 +93,8 @@ def test_the_tracer_follows_a_transfer_on_the_decode_side():
     tracer = Tracer(Ring(100, "D"))
     where = Address("h", 1)
     tracer.saw(Receive(4, "r", where, "P", MATCH, 0, 99, (0,), (b"",), 1, 9.0), 1.0)
-    tracer.did(Notify(1, "P:0", Register(4, 0, MATCH, 0, 99, (), 1000)), 1.1, 1.2)
-    tracer.saw(Notified("P:0", Done(4, 0, 99, nbytes=5)), 2.0)
+    tracer.did(Notify(1, "P:0", Register(8, 0, MATCH, 0, 99, (), 1000)), 1.1, 1.2)
+    tracer.saw(Notified("P:0", Done(8, 0, 99, nbytes=5)), 2.0)
     tracer.did(Tell(Received(4, "r")), 2.1, 2.1)
     assert [n for n, _ in names(tracer.ring)] == ["wanted", "register sent", "notified", "received"]
 
