@@ -391,7 +391,8 @@ class PrefillEngine(Engine):
         return self.scheduled is None and self.pending()
 
     def _runnable(self):
-        return any(r.computed < r.num_prompt_tokens for r in self.requests.values())
+        waits = any(r.computed < r.num_prompt_tokens for r in self.requests.values())
+        return waits and bool(self.preempted or self.pool.free())
 
     def pending(self):
         return super().pending() or bool(self.process.worker._due)

@@ -39,6 +39,7 @@ MEASURES = {
     "Route": {"began"},
     "Process": {"now", "effects"},
     "Pin": {"since", "ended"},
+    "Prefills": {"_steps"},  # a name, for models whose layers travel apart
     "WorkerHalf": {"_last_news", "_meta"},
     "Core": {"_handlers", "_messages"},  # code
 }

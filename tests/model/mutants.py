@@ -118,11 +118,11 @@ def forget_to_say_it_again(patch):
 MUTANTS = {
     free_on_timeout: "abort and timeouts",
     free_on_handle_release: "broken WRITE, aborts",
-    free_on_deregistration: "false alarm",
+    free_on_deregistration: "false alarm, slowly",
     accept_an_old_attempt: "abort",
     worlds.count_instead_of_sets: "one request",
     settle_a_prefix_hit_early: "prefix hit",
-    worlds.free_when_the_link_is_lost: "false alarm",
+    worlds.free_when_the_link_is_lost: "false alarm, slowly",
     worlds.accept_registrations_of_earlier_links: "false alarm, again",
     worlds.cancelled_before_the_drain: "abort",
     worlds.unpin_a_source_under_a_write: "preemption",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.model.space import Bounds, D, Leg, P
 
 ONE = (Leg(P, "p", "t"), Leg(D, "d", "t"))
+SHORT = (Leg(P, "p", "t", tokens=4), Leg(D, "d", "t", tokens=4))
 # Another attempt for the same prompt, as routers make them that repeat a request with its id.
 TWICE = (*ONE, Leg(D, "d2", "t", after="d"))
 AGAIN = (*TWICE, Leg(P, "p2", "t", after="p"))
@@ -27,7 +28,7 @@ SCENARIOS = {
     "preemption": Bounds(CROWD, preempts=1, blocks=(3, 2)),
     "prefix hit": Bounds(HIT, blocks=(3, 2), slow=STEPS),
     "broken WRITE": Bounds(ONE, broken=1, slow=GENERATIONS),
-    "false alarm": Bounds(ONE, alarms=(0, 1), slow=GENERATIONS),
+    "false alarm": Bounds(SHORT, alarms=(0, 1)),
     "P dies": Bounds(ONE, crashes=(1, 0)),
     "D dies": Bounds(ONE, crashes=(0, 1)),
     "greetings": Bounds(ONE, overtaken=1, slow=GREETINGS),
@@ -39,6 +40,7 @@ NIGHT = {
     "recompute, aborts": Bounds(ONE, aborts=(1, 1), recompute=True, lates=(0, 1), deaf=True),
     "preemption, aborts": Bounds(ONE, preempts=1, aborts=(1, 1), blocks=(3, 2)),
     "broken WRITE, aborts": Bounds(ONE, broken=1, aborts=(0, 1), slow=GENERATIONS),
+    "false alarm, slowly": Bounds(ONE, alarms=(0, 1), slow=GENERATIONS),
     "false alarms": Bounds(ONE, alarms=(1, 1), aborts=(0, 1), slow=GENERATIONS),
     "P dies, timeouts": Bounds(ONE, crashes=(1, 0), lates=(0, 1), slow=GENERATIONS),
     "D dies, timeouts": Bounds(ONE, crashes=(0, 1), lates=(1, 0), slow=GENERATIONS),
