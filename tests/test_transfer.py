@@ -330,11 +330,11 @@ def test_a_defect_in_one_transfer_fails_that_one_only(
 ) -> None:
     prefill, decode = pair
     fill(prefill)
-    consumer = decode.thread._core.consumer
-    register = consumer._register
+    registrations = decode.thread._core.consumer.registrations
+    build = registrations.build
     monkeypatch.setattr(
-        consumer, "_register",
-        lambda attempt, *rest: 1 / 0 if attempt.command.attempt == 1 else register(attempt, *rest),
+        registrations, "build",
+        lambda attempt, *rest: 1 / 0 if attempt.command.attempt == 1 else build(attempt, *rest),
     )  # fmt: skip
     decode.thread.submit(encode([receive(prefill, 1)]))
     decode.hears(lambda report: isinstance(report, ReceiveFailed) and report.attempt == 1)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from neuron_push.commands import Receive
+from neuron_push.config import Config
 from neuron_push.errors import ProtocolError
 from neuron_push.plan import Blocks
 from neuron_push.protocol import Register
@@ -113,6 +114,11 @@ class Attempt:
         if state not in ATTEMPT_MOVES[self.state]:
             raise ProtocolError(f"attempt {self.command.attempt}: {self.state} -> {state}")
         self.state = state
+
+    def wait_longer(self, config: Config, now: float) -> None:
+        """Repeat what was said, later each time."""
+        self.wait = min(max(self.wait * 2, config.resend), config.resend_most)
+        self.send_at = now + self.wait
 
     @property
     def number(self) -> int:

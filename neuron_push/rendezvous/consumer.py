@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from neuron_push.commands import Abandon, Receive, Received, ReceiveFailed, Unpinned
 from neuron_push.errors import PeerError, PlanError, ProtocolError
-from neuron_push.plan import encode_runs
 from neuron_push.protocol import (
-    BlockList,
     Cancel,
     Cancelled,
     Done,
@@ -16,7 +12,6 @@ from neuron_push.protocol import (
     Kept,
     Lend,
     Need,
-    Register,
     Registered,
     Return,
     Soon,
@@ -27,28 +22,21 @@ from neuron_push.rendezvous.events import ReadEnded, Tell, Unpacked
 from neuron_push.rendezvous.landing import Landings
 from neuron_push.rendezvous.links import Context, Link
 from neuron_push.rendezvous.reads import Reads
+from neuron_push.rendezvous.registrations import Registrations
 
 FromPrefill = Registered | Soon | Done | Failed | Cancelled | Need | Return | Lend | Kept
 PUSHED, PULLED = (Done, Need, Return), (Lend, Kept)  # what only one kind of share may hear
 
-# A registration sent so often without an answer makes us ask who is there now: after 350 ms.
-DOUBTFUL = 4
-
 
 class Consumer:
-    """All attempts of this decode rank.
-
-    The core looks after `doubtful` (a prefill engine does not answer registrations) and `astray`
-    (attempts to be connected anew).
-    """
+    """All attempts of this decode rank."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.attempts: dict[int, Attempt] = {}
         self.landings = Landings(context)
         self.reads = Reads(context, self.landings)
-        self.doubtful: list[Attempt] = []
-        self.astray: list[Attempt] = []
+        self.registrations = Registrations(context)
 
     @property
     def announced(self) -> bool:
@@ -76,8 +64,7 @@ class Consumer:
             attempt.shares[link.id] = Share(link, quiet=quiet, reading=reading)
             link.sessions += 1
         attempt.announced = attempt.command.pull  # what is to be READ is there already
-        attempt.register = self._register(attempt, now)
-        self._send_registers(attempt, now)
+        self.registrations.begin(attempt, now)
         self._complete(attempt, now)
 
     def unlinked(self, number: int, reason: str, now: float) -> None:
@@ -130,23 +117,21 @@ class Consumer:
         message: Registered | Soon | Done | Failed | Cancelled,
         now: float,
     ) -> None:
-        waiting = attempt.state is AttemptState.WAITING
         match message:
             case Registered():
                 if share.reading is not None:
                     attempt.announced = False  # it is not finished yet, unless the loan follows
             case Soon():
-                attempt.announced = waiting
+                attempt.announced = attempt.state is AttemptState.WAITING
             case Done():
-                self._on_done(attempt, share, message, now)
+                if self.landings.landed(attempt, share, message):
+                    self._quieten(attempt, share)
             case Cancelled():
                 if share.reading is None:
                     self._quieten(attempt, share)
-                if waiting:
-                    self._fail(attempt, "the prefill engine dropped it", "prefill", now)
+                self._fail(attempt, "the prefill engine dropped it", "prefill", now)
             case Failed():
-                if waiting:
-                    self._fail(attempt, clip(message.reason), "prefill", now)
+                self._fail(attempt, clip(message.reason), "prefill", now)
 
     def link_lost(self, link: Link, reason: str, now: float, *, there: bool) -> bool:
         """A prefill rank is lost; returns whether bytes of it may still land.
@@ -162,8 +147,7 @@ class Consumer:
             loud = loud or not share.quiet
             if attempt.state is AttemptState.WAITING:
                 text = f"prefill rank {link.rank} of {link.engine}: {reason}"
-                stray = there and not (attempt.answered or attempt.anew or attempt.wants_nothing)
-                if stray:
+                if there and self.registrations.unheard(attempt):
                     self._drain(attempt, text, now)
                     attempt.again = True
                     self._finish_drain(attempt)
@@ -227,75 +211,11 @@ class Consumer:
         attempt = self.attempts.get(number)
         if attempt is None or link is None:
             return
-        share = attempt.shares[link.id]
-        assert share.reading is not None
-        if event.outcome == "broken":
-            share.reading.broken = True
-            self._fail(attempt, event.reason, "read", now)
-            return
-        read = self.reads.drained(share, event.read)
-        if event.outcome == "done":
-            self._context.count("received_bytes", event.nbytes)
-            self.reads.arrived(attempt, share, event.read, read)
-            self._proceed(attempt, share, now)
-        else:
-            self.landings.unused(share, event.read)
-            self._fail(attempt, event.reason, "read", now)
+        reason = self.reads.ended(attempt, attempt.shares[link.id], event, now)
+        if reason is not None:
+            self._fail(attempt, reason, "read", now)
         self._complete(attempt, now)
         self._finish_drain(attempt)
-
-    def _proceed(self, attempt: Attempt, share: Share, now: float) -> None:
-        """READ on, or ask whether what was READ is good."""
-        self.reads.advance(attempt, share, now)
-        if self.reads.conclude(attempt, share):
-            attempt.announced = True
-            attempt.wait = 0.0
-            self._later(attempt, now)
-
-    def _register(self, attempt: Attempt, now: float) -> Register:
-        command = attempt.command
-        blocks = tuple(
-            BlockList(each.first, tuple(encode_runs(each.ids))) for each in attempt.blocks
-        )
-        patience = max(0, int((attempt.deadline - now) * 1000))
-        return Register(
-            attempt.number, 0, command.match, command.start, command.stop, blocks, patience
-        )
-
-    def _on_done(self, attempt: Attempt, share: Share, message: Done, now: float) -> None:
-        if message.start < attempt.command.start or message.stop > attempt.command.stop:
-            self._context.count("rejected_messages", label="Done outside the registration")
-            return
-        if share.link.unpack is None and not message.piece:
-            arrived = share.landing.received
-            if share.link.arrival is not None:
-                arrived.add(message.start, message.stop)
-                self.landings.check(attempt, share, message)
-            elif not self._landed(share, message):
-                self._context.count("rejected_messages", label="Done of other parts")
-                return
-        else:
-            arrived = share.landing.received
-            complaint = self.landings.on_done(attempt, share, message)
-            if complaint:
-                self._context.count("rejected_messages", label=complaint)
-                return
-        self._context.count("received_bytes", message.nbytes)
-        if arrived.covers(attempt.command.start, attempt.command.stop):
-            self._quieten(attempt, share)
-
-    def _landed(self, share: Share, message: Done) -> bool:
-        """Tokens are here, whole or a part of their layers; False if the parts are others."""
-        ranges = [(message.start, message.stop)]
-        if message.part:
-            share.parts = share.parts or message.parts
-            if share.parts != message.parts:
-                return False
-            ranges = share.parted.add(message.part, message.parts, *ranges[0])
-        for start, stop in ranges:
-            share.landing.received.add(start, stop)
-            share.landed.add(start, stop)
-        return True
 
     def unpacked(self, event: Unpacked, now: float) -> None:
         """A piece is in its blocks, or could not be brought there."""
@@ -391,22 +311,14 @@ class Consumer:
     def _connect_anew(self, attempt: Attempt) -> None:
         """Nothing of a registration that was never answered can land: look for the engine again."""
         self._context.note(f"attempt {attempt.command.attempt} looks again: {attempt.reason}")
-        attempt.move(AttemptState.CONNECTING)
         self._leave(attempt)
-        attempt.again, attempt.anew = False, True
-        attempt.reason = ""
-        attempt.sent = 0
-        attempt.deadline = attempt.began + attempt.command.patience
-        self.astray.append(attempt)
+        self.registrations.start_over(attempt)
 
     def _leave(self, attempt: Attempt) -> None:
         for share in attempt.shares.values():
             self.landings.quiet(attempt, share)
             share.link.sessions -= 1
-            if share.reading is not None and not share.reading.kept:
-                # Said once: prefill repeats its loan if this is lost, and then hears it again.
-                cancel = Cancel(attempt.number, clip(attempt.reason))
-                self._context.send(share.link, cancel)
+            self.registrations.call_in(attempt, share)
         attempt.shares.clear()
 
     def _forget(self, attempt: Attempt) -> None:
@@ -419,31 +331,9 @@ class Consumer:
         if attempt.state is AttemptState.WAITING:
             for share in attempt.shares.values():
                 self.reads.ask(attempt, share)
-            self._send_registers(attempt, now)
+            self.registrations.send(attempt, now)
         elif attempt.state is AttemptState.DRAINING:
             self._send_cancels(attempt, now)
 
-    def _send_registers(self, attempt: Attempt, now: float) -> None:
-        assert attempt.register is not None
-        attempt.sent += 1
-        if attempt.sent == DOUBTFUL and not attempt.answered:
-            self.doubtful.append(attempt)
-        for share in attempt.shares.values():
-            if not share.answered:
-                register = replace(attempt.register, link=share.link.hello)
-                if share.reading is not None:
-                    register = replace(register, blocks=(), pull=True)
-                self._context.send(share.link, register)
-        self._later(attempt, now)
-
     def _send_cancels(self, attempt: Attempt, now: float) -> None:
-        message = Cancel(attempt.number, clip(attempt.reason))
-        for share in attempt.shares.values():
-            if not share.quiet and share.reading is None:
-                self._context.send(share.link, message)
-        self._later(attempt, now)
-
-    def _later(self, attempt: Attempt, now: float) -> None:
-        config = self._context.config
-        attempt.wait = min(max(attempt.wait * 2, config.resend), config.resend_most)
-        attempt.send_at = now + attempt.wait
+        self.registrations.cancel(attempt, now)

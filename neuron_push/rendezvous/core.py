@@ -172,11 +172,11 @@ class Core:
 
     def _look_after(self, now: float) -> None:
         """Registrations that nobody answers: ask who is there, and go there."""
-        consumer = self.consumer
-        doubtful, consumer.doubtful = consumer.doubtful, []
+        said = self.consumer.registrations
+        doubtful, said.doubtful = said.doubtful, []
         for attempt in doubtful:
             self._routes.doubt(attempt.command.prefill)
-        astray, consumer.astray = consumer.astray, []
+        astray, said.astray = said.astray, []
         for attempt in astray:
             command = attempt.command
             verdict = self._routes.want(command.attempt, command.prefill, command.engine, now)

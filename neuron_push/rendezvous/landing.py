@@ -67,6 +67,38 @@ class Landings:
         """Whether anything is being unpacked."""
         return bool(self._jobs)
 
+    def landed(self, attempt: Attempt, share: Share, message: Done) -> bool:
+        """A WRITE has landed, in blocks or in a slab; whether that was the share's last."""
+        start, stop, arrived = attempt.command.start, attempt.command.stop, share.landing.received
+        complaint = ""
+        if message.start < start or message.stop > stop:
+            complaint = "Done outside the registration"
+        elif share.link.unpack is not None or message.piece:
+            complaint = self.on_done(attempt, share, message)
+        elif share.link.arrival is not None:
+            arrived.add(message.start, message.stop)
+            self.check(attempt, share, message)
+        elif not self._in_blocks(share, message):
+            complaint = "Done of other parts"
+        if complaint:
+            self._context.count("rejected_messages", label=complaint)
+            return False
+        self._context.count("received_bytes", message.nbytes)
+        return arrived.covers(start, stop)
+
+    def _in_blocks(self, share: Share, message: Done) -> bool:
+        """Tokens are here, whole or a part of their layers; False if the parts are others."""
+        ranges = [(message.start, message.stop)]
+        if message.part:
+            share.parts = share.parts or message.parts
+            if share.parts != message.parts:
+                return False
+            ranges = share.parted.add(message.part, message.parts, *ranges[0])
+        for start, stop in ranges:
+            share.landing.received.add(start, stop)
+            share.landed.add(start, stop)
+        return True
+
     def on_need(self, attempt: Attempt, share: Share, message: Need) -> None:
         """A prefill rank has a piece ready: grant a slab, now or in its turn."""
         landing, link, piece = share.landing, share.link, message.piece

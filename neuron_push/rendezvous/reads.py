@@ -22,7 +22,7 @@ from neuron_push.plan import Blocks, Means, Plan, StagedPlan, decide
 from neuron_push.protocol import Lend, Taken
 from neuron_push.rendezvous.blocklists import decode_blocks
 from neuron_push.rendezvous.cuts import Cut, cut_of
-from neuron_push.rendezvous.events import Fetch
+from neuron_push.rendezvous.events import Fetch, ReadEnded
 from neuron_push.rendezvous.landing import Landings
 from neuron_push.rendezvous.links import Context, Link
 from neuron_push.rendezvous.ranges import RangeSet
@@ -165,6 +165,26 @@ class Reads:
                 last=piece[1] == attempt.command.stop,
             )
         )  # fmt: skip
+
+    def ended(self, attempt: Attempt, share: Share, event: ReadEnded, now: float) -> str | None:
+        """A READ is over, was never started, or failed half way; why it failed, if it did."""
+        reading = share.reading
+        assert reading is not None
+        if event.outcome == "broken":
+            reading.broken = True
+            return event.reason
+        read = self.drained(share, event.read)
+        if event.outcome != "done":
+            self._landings.unused(share, event.read)
+            return event.reason
+        self._context.count("received_bytes", event.nbytes)
+        self.arrived(attempt, share, event.read, read)
+        self.advance(attempt, share, now)
+        if self.conclude(attempt, share):
+            attempt.announced = True
+            attempt.wait = 0.0
+            attempt.wait_longer(self._context.config, now)
+        return None
 
     def drained(self, share: Share, number: WriteId) -> Read:
         """One READ is not in flight any more."""

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from neuron_push.plan import Blocks
-from neuron_push.rendezvous.consumer import DOUBTFUL
+from neuron_push.rendezvous.registrations import DOUBTFUL
 
 # Attributes that hold a time of the machine's clock, by class.
 TIMES = {
