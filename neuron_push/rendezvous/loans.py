@@ -46,6 +46,23 @@ class Loans:
         if lent and now >= sending.repeat_at:
             self._tell(sending, now)
 
+    def held(self, sending: Sending, now: float) -> bool:
+        """Whether the blocks are lent still, now that all of them was READ; counted if so."""
+        if sending.lender is None or sending.state is not SendingState.SENDING:
+            return False
+        self._context.count("sends", label="lent")
+        self._context.count("transfer_seconds", now - sending.started)
+        return True
+
+    def overdue(self, sending: Sending, now: float) -> bool:
+        """Call a loan in that was not given back in time; whether that was now."""
+        latest = sending.expires + self._context.config.drain_timeout
+        if sending.lender is None or now < latest:
+            return False
+        self._context.count("cancellations", label="loan")
+        self.end(sending)
+        return True
+
     def end(self, sending: Sending) -> None:
         """Nothing is lent any more; returns silently if nothing was."""
         if sending.lender is not None:

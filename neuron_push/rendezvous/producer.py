@@ -78,6 +78,17 @@ class Source:
     served: set[tuple[str, int]] = field(default_factory=set)  # decode ranks that are done
     sharers: int = 1
 
+    @property
+    def handed_over(self) -> bool:
+        """Whether every decode rank that wants some of it is done."""
+        return self.finished is not None and len(self.served) >= self.sharers
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody needs it and nobody reads it."""
+        needless = self.gone or (self.handed_over and not self.sendings)
+        return needless and not (self.writes or self.loans)
+
 
 @dataclass(frozen=True, slots=True)
 class Write:

@@ -11,7 +11,6 @@ from neuron_push.protocol import (
     Grant,
     Register,
     Registered,
-    Return,
     Taken,
     clip,
 )
@@ -19,7 +18,7 @@ from neuron_push.rendezvous.admission import admit_register
 from neuron_push.rendezvous.events import Tell, WriteEnded
 from neuron_push.rendezvous.links import Context, Link, Links
 from neuron_push.rendezvous.loans import Loans
-from neuron_push.rendezvous.producer import Sending, SendingState, Source, extend
+from neuron_push.rendezvous.producer import Sending, SendingState, Source
 from neuron_push.rendezvous.sources import Sources, matches
 from neuron_push.rendezvous.writes import Writes
 
@@ -36,7 +35,6 @@ class Producer:
         self.sendings: dict[tuple[int, int], Sending] = {}
         self.writes = Writes(context)
         self.loans = Loans(context)
-        self._computing: list[Source] = []  # whose layers settle one by one, until the step's end
 
     # ------------------------------------------------------------------ from the engine
 
@@ -59,39 +57,22 @@ class Producer:
 
     def compute(self, command: Compute) -> None:
         """A step computes more tokens of a source; its layers will be settled one by one."""
-        source = self.sources.get(command.source)
-        if source is None or source.gone:
-            return  # what is pinned goes with the Settle that follows
-        for group, (first, ids) in enumerate(zip(command.first, command.blocks, strict=True)):
-            extend(source.blocks, group, first, ids)
-        source.pin, source.computing, source.step = command.pin, command.stop, command.step
-        self._computing.append(source)
+        self.sources.compute(command)
 
     def layers(self, command: Layers, now: float) -> None:
         """So many parts of the layers are settled of what a step computes."""
-        for source in [each for each in self._computing if each.step == command.step]:
-            for part in range(1, command.parts + 1):
-                source.reached[part] = max(source.reached.get(part, 0), source.computing)
-            for sending in () if source.gone else list(source.sendings):
+        for source in self.sources.reach(command):
+            for sending in list(source.sendings):
                 self._advance(sending, now)
 
     def settle(self, command: Settle, now: float) -> None:
         """More tokens of a source are settled: their bytes may be read."""
-        source = self.sources.get(command.source)
-        if source in self._computing:
-            self._computing.remove(source)
-        if source is None or (source.gone and source.pin != command.pin):
+        source = self.sources.settle(command)
+        if source is None:
             self._context.act(Tell(Unpinned(command.pin)))
-            return
-        if source.gone:
-            return  # WRITEs still read it: the pin goes when they have drained
-        for group, (first, ids) in enumerate(zip(command.first, command.blocks, strict=True)):
-            extend(source.blocks, group, first, ids)
-        source.settled = max(source.settled, command.stop)
-        source.pin = command.pin
-        source.last = source.last or command.last
-        for sending in list(source.sendings):
-            self._advance(sending, now)
+        elif not source.gone:  # else WRITEs still read it: the pin goes when they have drained
+            for sending in list(source.sendings):
+                self._advance(sending, now)
 
     def retire(self, command: Retire, now: float) -> None:
         """The request left the engine; see `commands.Retire` for what each outcome means."""
@@ -160,9 +141,7 @@ class Producer:
             self._context.count("stale_messages", label="Taken")
             return
         sending, attempt = self.sendings.get((link.id, message.attempt)), message.attempt
-        if sending is not None and sending.lender and sending.state is SendingState.SENDING:
-            self._context.count("sends", label="lent")
-            self._context.count("transfer_seconds", now - sending.started)
+        if sending is not None and self.loans.held(sending, now):
             self.loans.confirm(link, attempt)
             self._end(sending)
         elif attempt in link.kept:
@@ -175,21 +154,12 @@ class Producer:
 
     def on_grant(self, link: Link, message: Grant, now: float) -> None:
         """The decode rank has a slab for a piece: WRITE it there, or give the slab back."""
-        sending, piece = self.sendings.get((link.id, message.attempt)), message.piece
+        sending = self.sendings.get((link.id, message.attempt))
         if sending is None:
             return  # decode takes its slabs back when it hears how the attempt ended
-        want, slabs = sending.wants.pop(piece, None), link.slabs
-        if want is None or slabs is None:
-            # A late copy must not return a slab whose WRITE may still be on its way.
-            if not sending.pieces.covers(piece, piece + 1):
-                self._context.send(link, Return(message.attempt, piece))
-            return
-        if not 0 <= message.slab < slabs.count:
-            self._fail(sending, f"decode granted slab {message.slab} of {slabs.count}", now)
-            return
-        slab = slabs.slab(message.slab)
-        sending.pieces.add(piece, piece + 1)
-        self.writes.post(sending, want.start, want.stop, now, slab=slab, piece=piece)
+        complaint = self.writes.granted(sending, message, now)
+        if complaint:
+            self._fail(sending, complaint, now)
 
     def write_ended(self, event: WriteEnded, now: float) -> None:
         """A WRITE is over, was never started, or failed half way."""
@@ -201,14 +171,8 @@ class Producer:
             sending.broken = True
             self._fail(sending, event.reason, now)
             return
-        write = self.writes.drained(sending, event.write)
+        write = self.writes.ended(sending, event)
         if event.outcome == "done":
-            ranges = [(write.start, write.stop)]
-            if write.part:
-                parts = len(sending.link.parts)
-                ranges = sending.arrived.add(write.part, parts, *ranges[0])
-            for start, stop in ranges:
-                sending.landed.add(start, stop)
             self._advance(sending, now)
             if sending.complete and sending.state is not SendingState.STOPPING:
                 self._context.count("sends", label="sent")
@@ -269,9 +233,7 @@ class Producer:
         config = self._context.config
         self.writes.repeat_needs(sending, now)
         self.loans.repeat(sending, now)
-        if sending.lender is not None and now >= sending.expires + config.drain_timeout:
-            self._context.count("cancellations", label="loan")
-            self.loans.end(sending)
+        if self.loans.overdue(sending, now):
             self._fail(sending, "the loan of the prompt's blocks was not given back", now)
         if sending.state is SendingState.WAITING and now >= sending.expires:
             if sending.register.start == sending.register.stop:
@@ -366,11 +328,9 @@ class Producer:
 
     def _release(self, source: Source) -> None:
         """Let the source and its pin go once nobody needs it and no WRITE reads it."""
-        served = source.finished is not None and len(source.served) >= source.sharers
-        idle = source.gone or (served and not source.sendings)
-        if source.writes or source.loans or not idle or not self.sources.remove(source):
+        if not source.idle or not self.sources.remove(source):
             return
-        if served:
+        if source.handed_over:
             self.sources.remember(source, "this prompt was handed over already")
         if source.pin >= 0:
             self._context.act(Tell(Unpinned(source.pin)))

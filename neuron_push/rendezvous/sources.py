@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from neuron_push.commands import Compute, Layers, Settle
 from neuron_push.protocol import Match
 from neuron_push.rendezvous.links import Link
-from neuron_push.rendezvous.producer import Source
+from neuron_push.rendezvous.producer import Source, extend
 
 # Dispatches that ended here and are kept.
 MOST_EPITAPHS = 4096
@@ -20,6 +21,7 @@ class Sources:
         self._by_key: dict[tuple[str, ...], dict[int, Source]] = {}
         # How dispatches ended here, so that a late registration hears it.
         self._epitaphs: dict[tuple[str, ...], str] = {}
+        self._computing: list[Source] = []  # whose layers settle one by one, until the step's end
 
     def __iter__(self) -> Iterator[Source]:
         return iter(list(self._by_number.values()))
@@ -34,6 +36,39 @@ class Sources:
         self._by_number[source.number] = source
         for key in keys(source.match):
             self._by_key.setdefault(key, {})[source.number] = source
+
+    def compute(self, command: Compute) -> None:
+        """A step computes more tokens of a source, whose layers settle one by one."""
+        source = self.get(command.source)
+        if source is None or source.gone:
+            return  # what is pinned goes with the Settle that follows
+        for group, (first, ids) in enumerate(zip(command.first, command.blocks, strict=True)):
+            extend(source.blocks, group, first, ids)
+        source.pin, source.computing, source.step = command.pin, command.stop, command.step
+        self._computing.append(source)
+
+    def reach(self, command: Layers) -> list[Source]:
+        """Parts of the layers are settled of what a step computes; the sources that gain."""
+        computed = [source for source in self._computing if source.step == command.step]
+        for source in computed:
+            for part in range(1, command.parts + 1):
+                source.reached[part] = max(source.reached.get(part, 0), source.computing)
+        return [source for source in computed if not source.gone]
+
+    def settle(self, command: Settle) -> Source | None:
+        """More tokens are settled; the source, or None if no WRITE reads what is pinned."""
+        source = self.get(command.source)
+        if source in self._computing:
+            self._computing.remove(source)
+        if source is None or (source.gone and source.pin != command.pin):
+            return None
+        if not source.gone:
+            for group, (first, ids) in enumerate(zip(command.first, command.blocks, strict=True)):
+                extend(source.blocks, group, first, ids)
+            source.settled = max(source.settled, command.stop)
+            source.pin = command.pin
+            source.last = source.last or command.last
+        return source
 
     def hide(self, source: Source) -> None:
         """No registration finds it any more."""

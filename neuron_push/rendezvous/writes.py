@@ -13,8 +13,8 @@ from __future__ import annotations
 from itertools import count
 
 from neuron_push.geometry import Region
-from neuron_push.protocol import Done, Need, Soon
-from neuron_push.rendezvous.events import Post
+from neuron_push.protocol import Done, Grant, Need, Return, Soon
+from neuron_push.rendezvous.events import Post, WriteEnded
 from neuron_push.rendezvous.links import Context
 from neuron_push.rendezvous.producer import Sending, Want, Write
 from neuron_push.transport import WriteId
@@ -115,6 +115,34 @@ class Writes:
                 last=stop == sending.register.stop,
             )
         )
+
+    def granted(self, sending: Sending, message: Grant, now: float) -> str:
+        """WRITE a piece into decode's slab for it, or give the slab back; a complaint, or ""."""
+        piece = message.piece
+        want, slabs = sending.wants.pop(piece, None), sending.link.slabs
+        if want is None or slabs is None:
+            # A late copy must not return a slab whose WRITE may still be on its way.
+            if not sending.pieces.covers(piece, piece + 1):
+                self._context.send(sending.link, Return(message.attempt, piece))
+            return ""
+        if not 0 <= message.slab < slabs.count:
+            return f"decode granted slab {message.slab} of {slabs.count}"
+        slab = slabs.slab(message.slab)
+        sending.pieces.add(piece, piece + 1)
+        self.post(sending, want.start, want.stop, now, slab=slab, piece=piece)
+        return ""
+
+    def ended(self, sending: Sending, event: WriteEnded) -> Write:
+        """One WRITE has landed, or was never started."""
+        write = self.drained(sending, event.write)
+        if event.outcome == "done":
+            ranges = [(write.start, write.stop)]
+            if write.part:
+                parts = len(sending.link.parts)
+                ranges = sending.arrived.add(write.part, parts, *ranges[0])
+            for start, stop in ranges:
+                sending.landed.add(start, stop)
+        return write
 
     def drained(self, sending: Sending, number: WriteId) -> Write:
         """One WRITE is not in flight any more."""
