@@ -118,11 +118,14 @@ def test_an_interrupt_while_stopping_waits_until_everything_is_stopped(tmp_path)
         stop(0.1)
 
     one.stop = interrupted
+    # Whoever runs this in the background of a shell has interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             processes.stop([one])
         assert not one.running
     finally:
+        signal.signal(signal.SIGINT, before)
         stop(0.1)
 
 

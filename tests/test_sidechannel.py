@@ -21,6 +21,7 @@ from neuron_push.errors import (
 from neuron_push.geometry import Geometry, Semantics
 from neuron_push.protocol import (
     MAX_SIDE_CHANNEL,
+    VERSION,
     Address,
     Announce,
     Announced,
@@ -34,6 +35,8 @@ from neuron_push.protocol import (
 )
 from neuron_push.sidechannel import MAX_QUESTIONS, Client, Listener, Server, ask, ask_async
 from neuron_push.sidechannel.sockets import endpoint
+
+HEADER = b"NP" + bytes([VERSION])
 
 HOST = "127.0.0.1"
 SEMANTICS = Semantics("tiny", 2, 2, 16, "float32", ("full",))
@@ -140,9 +143,9 @@ def test_a_question_is_answered(server, client):
     [
         ([b""], "not a neuron-push message"),
         ([b"GET / HTTP/1.1\r\n\r\n"], "not a neuron-push message"),
-        ([b"NP\x01\xff\xff"], "malformed"),
-        ([b"NP\x01"], "malformed"),
-        ([b"NP\x00" + encode(Who())[3:]], "protocol version 0 is not 1"),
+        ([HEADER + b"\xff\xff"], "malformed"),
+        ([HEADER], "malformed"),
+        ([b"NP\x00" + encode(Who())[3:]], f"protocol version 0 is not {VERSION}"),
         ([b"NP\x63" + encode(Who())[3:]], "protocol version 99"),
         ([encode(Who()), b"more"], "one frame"),
         ([b"\x00" * (MAX_SIDE_CHANNEL + 1)], "exceeds the limit"),
@@ -300,7 +303,7 @@ def test_an_unreadable_answer_is_the_peers_fault(client):
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port(f"tcp://{HOST}")
-    for bad in ([b"nonsense"], [b"NP\x01", b"two"]):
+    for bad in ([b"nonsense"], [HEADER, b"two"]):
         put(client, Address(HOST, port))
         identity, _ = router.recv_multipart()
         router.send_multipart([identity, *bad])

@@ -10,9 +10,11 @@ import pytest
 
 from neuron_push.errors import TransportError
 from neuron_push.processes import free_ports
-from neuron_push.protocol import Address, EngineInfo, Who, encode
+from neuron_push.protocol import VERSION, Address, EngineInfo, Who, encode
 from neuron_push.sidechannel import ask, ask_async
 from tests.e2e.fleet import Fleet, prompt
+
+HEADER = b"NP" + bytes([VERSION])
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
@@ -162,8 +164,8 @@ async def test_more_prompts_than_the_kv_cache_holds_all_end_exactly(fleet: Fleet
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"GET / HTTP/1.1\r\n\r\n", b"NP\x63" + encode(Who())[3:], b"NP\x01\xc1\xff",
-              b"NP\x01" + bytes(100_000)],
+    "frame", [b"", b"GET / HTTP/1.1\r\n\r\n", b"NP\x63" + encode(Who())[3:], HEADER + b"\xc1\xff",
+              HEADER + bytes(100_000)],
     ids=["empty", "http", "old-version", "malformed", "noise"],
 )  # fmt: skip
 async def test_garbage_on_the_side_channel_is_refused(fleet: Fleet, frame: bytes) -> None:
