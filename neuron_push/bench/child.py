@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from neuron_push.bench.pipe import ChildFailed, answer
 from neuron_push.bench.rank import Rank, Shape
 from neuron_push.config import Config
-from neuron_push.errors import NeuronPushError
 from neuron_push.protocol import Address
 
 __all__ = ["Child", "ChildFailed"]
@@ -26,10 +26,6 @@ __all__ = ["Child", "ChildFailed"]
 # Seconds after which a child ends whatever becomes of its parent.
 LIFE: Final = 600
 _PR_SET_PDEATHSIG: Final = 1
-
-
-class ChildFailed(NeuronPushError):
-    """A child raised, ended or did not answer."""
 
 
 class Child:
@@ -64,15 +60,7 @@ class Child:
 
     def hear(self, within: float = 60.0) -> Any:
         """The result of the method told."""
-        try:
-            if not self._pipe.poll(within):
-                raise ChildFailed(f"{self.engine} did not answer within {within:g} s")
-            good, result = self._pipe.recv()
-        except (EOFError, ConnectionError) as error:
-            raise ChildFailed(f"{self.engine} has ended") from error
-        if not good:
-            raise ChildFailed(f"{self.engine}: {result}")
-        return result
+        return answer(self._pipe, self.engine, within)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Run a method there and wait for its result."""

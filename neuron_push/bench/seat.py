@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from neuron_push.errors import NeuronPushError
+from neuron_push.bench.pipe import answer
 
 __all__ = ["BLOCKS", "CHUNK_BLOCKS", "Recipe", "Seat"]
 
@@ -70,15 +70,7 @@ class Seat:
         self._process.join(10)
 
     def _hear(self, within: float) -> Any:
-        try:
-            if not self._pipe.poll(within):
-                raise NeuronPushError(f"{self.recipe.engine} did not answer within {within:g} s")
-            good, result = self._pipe.recv()
-        except (EOFError, ConnectionError) as error:
-            raise NeuronPushError(f"{self.recipe.engine} has ended") from error
-        if not good:
-            raise NeuronPushError(f"{self.recipe.engine}: {result}")
-        return result
+        return answer(self._pipe, self.recipe.engine, within)
 
 
 class _Engine:

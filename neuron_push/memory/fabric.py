@@ -232,15 +232,8 @@ class MemoryTransport:
         """Start a WRITE; nothing lands before `poll` or the fabric's `land`."""
         with self._fabric.lock:
             target = self._reach(peer)
-            if write in self._posted:
-                raise ProtocolError(f"WRITE {write} was posted before")
             rows = _rows(source, destination)
-            for address, remote, length in rows:
-                self._check_registered(address, length, memory[0])
-                target._check_registered(remote, length, memory[1])
-            posted = PostedWrite(write, self, target, rows, payload)
-            self._posted[write] = posted
-            self._fabric.writes.append(posted)
+            self._start(PostedWrite(write, self, target, rows, payload), (self, target), memory)
 
     def fetch(
         self,
@@ -253,15 +246,8 @@ class MemoryTransport:
         """Start a READ; nothing lands before `poll` or the fabric's `land`."""
         with self._fabric.lock:
             owner = self._reach(peer)
-            if read in self._posted:
-                raise ProtocolError(f"READ {read} was posted before")
-            rows = _rows(source, destination)
-            for remote, address, length in rows:
-                owner._check_registered(remote, length, memory[0])
-                self._check_registered(address, length, memory[1])
-            posted = PostedWrite(read, self, owner, rows, b"", reads=True)
-            self._posted[read] = posted
-            self._fabric.writes.append(posted)
+            posted = PostedWrite(read, self, owner, _rows(source, destination), b"", reads=True)
+            self._start(posted, (owner, self), memory)
 
     def poll(self, write: WriteId) -> WriteState:
         """Drive one WRITE; sends its notification once all bytes have landed."""
@@ -294,6 +280,22 @@ class MemoryTransport:
             self._fabric.writes = [
                 write for write in self._fabric.writes if self not in (write.source, write.target)
             ]
+
+    def _start(
+        self,
+        posted: PostedWrite,
+        ends: tuple[MemoryTransport, MemoryTransport],
+        memory: tuple[str, str],
+    ) -> None:
+        """Post what goes from one of `ends` to the other, if both registered its memory."""
+        if posted.id in self._posted:
+            kind = "READ" if posted.reads else "WRITE"
+            raise ProtocolError(f"{kind} {posted.id} was posted before")
+        for *addresses, length in posted.rows:
+            for end, address, kind in zip(ends, addresses, memory, strict=True):
+                end._check_registered(address, length, kind)
+        self._posted[posted.id] = posted
+        self._fabric.writes.append(posted)
 
     def _send(self, target: MemoryTransport, payload: bytes) -> None:
         self._fabric.letters.append(Letter(self._name, target, bytes(payload)))
