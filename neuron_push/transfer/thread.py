@@ -85,6 +85,7 @@ class TransferThread:
         self._news = threading.Condition()
         self._pause = Pause(config, lambda: bool(self._submitted or self._fenced))
         self._stop = False
+        self._ticked = 0.0
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="neuron-push", daemon=True)
         self._ready: Future[Address] = Future()
@@ -140,9 +141,7 @@ class TransferThread:
         try:
             driver = self._make_driver()
             self._pause.watch(driver.side)
-            self._act(driver, [Open(1)])
-            while driver.events:
-                self._handle(driver, driver.events.popleft())
+            self._begin(driver)
             self._ready.set_result(driver.side.server.address)
             self._loop(driver)
         except BaseException as error:  # noqa: BLE001  told to whoever asks
@@ -151,21 +150,30 @@ class TransferThread:
             if driver is not None:
                 driver.close()
 
+    def _begin(self, driver: Driver) -> None:
+        """Open the first generation."""
+        self._act(driver, [Open(1)])
+        while driver.events:
+            self._handle(driver, driver.events.popleft())
+
     def _loop(self, driver: Driver) -> None:
-        ticked = 0.0
         idle = 0
         while not self._stop:
-            now = self._clock()
-            worked = self._take_commands(driver)
-            worked = driver.poll(now) or worked
-            while driver.events:
-                self._handle(driver, driver.events.popleft())
-            if now - ticked >= (IDLE_TICK if self._core.tempo == "idle" else TICK):
-                ticked = now
-                self._act(driver, self._core.tick(now))
-            idle = 0 if worked or driver.events else idle + 1
+            idle = 0 if self._turn(driver) else idle + 1
             if idle and not self._stop:
                 self._pause.rest(driver, self._core.tempo, idle, urgent=bool(self._fenced))
+
+    def _turn(self, driver: Driver) -> bool:
+        """One look at everything that may have happened; whether anything had."""
+        now = self._clock()
+        worked = self._take_commands(driver)
+        worked = driver.poll(now) or worked
+        while driver.events:
+            self._handle(driver, driver.events.popleft())
+        if now - self._ticked >= (IDLE_TICK if self._core.tempo == "idle" else TICK):
+            self._ticked = now
+            self._act(driver, self._core.tick(now))
+        return worked or bool(driver.events)
 
     def _take_commands(self, driver: Driver) -> bool:
         worked = False
