@@ -1,22 +1,23 @@
-"""How the transfer thread rests between two looks: by how soon something may happen.
+"""What the engine hands to the transfer thread, and how the thread rests between two looks.
 
-A busy thread looks again at once some times and then sleeps ever longer, a fraction of a
-millisecond at most. Any other waits for a descriptor: a command, a side-channel message, or the
-time that its tempo allows.
+It rests by how soon something may happen. A busy thread looks again at once some times and then
+sleeps ever longer, a fraction of a millisecond at most. Any other waits for a command, a
+side-channel message, or the time that its tempo allows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
 
 import zmq
 
+from neuron_push.accelerator import Fence
 from neuron_push.config import Config
 from neuron_push.rendezvous import Tempo
+from neuron_push.transfer.bell import Bell
 from neuron_push.transfer.driver import Driver
 from neuron_push.transfer.sidechannel import SideChannel
 
@@ -28,49 +29,57 @@ BURST = 16
 # Idle rounds in which nothing happened before the thread looks half as often. Peers that connect
 # wake it through the side channel, and requests of its own engine by a command.
 ROUNDS_AWAKE = 10
+# Longest sleep while questions of ours are open, which is rare.
+ASKING = 0.001
+
+# Packed commands, and the fence of the step that makes them true.
+Handed = tuple[bytes, Fence | None]
 
 
 class Pause:
-    """Rests on the transfer thread; `nudge` and `end` are called from others.
+    """Rests on the transfer thread until something is handed over; `put` and `end` are others'."""
 
-    `pending` says whether commands wait. It is asked after `nudge` can see the thread asleep, so
-    that no command is slept over.
-    """
-
-    def __init__(self, config: Config, pending: Callable[[], bool]) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._pending = pending
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._asleep = False
-        self._idle_poll = select.poll()
-        self._idle_poll.register(self._wake, select.POLLIN)
+        # None: look around. A put wakes the thread without giving up the interpreter lock, which
+        # the engine's main loop would have to win back.
+        self._inbox: SimpleQueue[Handed | None] = SimpleQueue()
+        self._taken: deque[Handed] = deque()
+        self._side: SideChannel | None = None
+        self._bell: Bell | None = None
+        self._rung = False  # and to be armed when the server's socket is empty
 
     # ------------------------------------------------------------------ main loop's side
 
-    def nudge(self) -> None:
-        """A command was appended: wake the thread if it sleeps."""
-        if self._asleep:
-            self.end()
+    def put(self, commands: bytes, fence: Fence | None) -> None:
+        """Hand packed commands over; ends this rest."""
+        self._inbox.put((commands, fence))
 
     def end(self) -> None:
         """End this rest, or the next."""
-        os.eventfd_write(self._wake, 1)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the thread has ended and the descriptor is gone."""
-        return self._wake < 0
-
-    def close(self) -> None:
-        """Give the descriptor back, once the thread has ended."""
-        wake, self._wake = self._wake, -1
-        os.close(wake)
+        self._inbox.put(None)
 
     # ------------------------------------------------------------------ thread's side
 
     def watch(self, side: SideChannel) -> None:
         """Wake for questions to this rank's server."""
-        self._idle_poll.register(int(side.server.socket.get(zmq.FD)), select.POLLIN)
+        self._side = side
+        self._bell = Bell(int(side.server.socket.get(zmq.FD)), self.end)
+
+    def close(self) -> None:
+        """Watch no more: the side channel may be closed."""
+        if self._bell is not None:
+            self._bell.close()
+
+    def handed(self) -> Iterator[Handed]:
+        """What was handed over, in order."""
+        while self._taken:
+            yield self._taken.popleft()
+        while not self._inbox.empty():
+            if (item := self._inbox.get_nowait()) is None:
+                self._look_around()
+            else:
+                yield item
 
     def rest(self, driver: Driver, tempo: Tempo, idle: int, *, urgent: bool) -> None:
         """Rest after `idle` rounds without work; `urgent` while a fence is waited for."""
@@ -92,31 +101,25 @@ class Pause:
 
     def _sleep(self, side: SideChannel, seconds: float) -> None:
         """Sleep until a command, a side-channel message or the time is up."""
-        self._asleep = True
+        if self._rung and self._bell is not None and not side.asked:
+            # ZeroMQ's descriptor stays readable until the server's socket has been emptied.
+            self._rung = False
+            self._bell.arm()
+        if side.client.sockets:
+            seconds = min(seconds, ASKING)
         try:
-            if self._pending():
-                return
-            self._await(side, max(1, round(seconds * 1000)))
-        finally:
-            self._asleep = False
-
-    def _await(self, side: SideChannel, milliseconds: int) -> None:
-        """Wait for a descriptor. Idle threads wake 25 times a second, so this must be cheap.
-
-        ZeroMQ's descriptor is edge-triggered: `asked` says that the server's socket is to be
-        emptied.
-        """
-        sockets = side.client.sockets
-        if sockets:  # questions are open, which is rare
-            poller = zmq.Poller()
-            for each in (self._wake, side.server.socket, *sockets):
-                poller.register(each, zmq.POLLIN)
-            woken = bool(poller.poll(milliseconds))
-            side.asked = True
+            item = self._inbox.get(timeout=seconds)
+        except Empty:
+            return
+        if item is None:
+            self._look_around()
         else:
-            ready = [descriptor for descriptor, _ in self._idle_poll.poll(milliseconds)]
-            woken = self._wake in ready
-            side.asked = side.asked or len(ready) > woken
-        if woken:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+            self._taken.append(item)
+
+    def _look_around(self) -> None:
+        self._rung = True
+        if self._side is not None:
+            self._side.asked = True
+
+
+__all__ = ["Handed", "Pause"]

@@ -7,12 +7,14 @@ it says so, fails what is pending and keeps every pin.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 
 from neuron_push.accelerator import Fence
 from neuron_push.commands import (
@@ -77,13 +79,11 @@ class TransferThread:
             self._tracer,
             make_mover,
         )
-        # What the main loop submitted, packed: unpacking is this thread's work.
-        self._submitted: deque[tuple[bytes, Fence | None]] = deque()
         # Prefill commands in order, each behind the fence of the step that made it true.
         self._fenced: deque[tuple[Fence | None, tuple[Command, ...]]] = deque()
-        self._reports: list[Report] = []
-        self._news = threading.Condition()
-        self._pause = Pause(config, lambda: bool(self._submitted or self._fenced))
+        self._reports: SimpleQueue[Report] = SimpleQueue()
+        self._heard: list[Report] = []  # waited for, and not taken yet; the main loop's
+        self._pause = Pause(config)
         self._stop = False
         self._ticked = 0.0
         self._failure: BaseException | None = None
@@ -99,23 +99,24 @@ class TransferThread:
 
     def submit(self, commands: bytes, fence: Fence | None = None) -> None:
         """Hand packed commands over; the prefill side's take effect when `fence` is done."""
-        self._submitted.append((commands, fence))
-        self._pause.nudge()
+        self._pause.put(commands, fence)
 
     def take(self) -> list[Report]:
         """Reports since the last call, in order."""
-        if not self._reports:  # a torn read only postpones a report to the next step
+        waiting = self._reports
+        if waiting.empty() and not self._heard:
             return []
-        with self._news:
-            reports, self._reports = self._reports, []
+        reports, self._heard = self._heard, []
+        while not waiting.empty():
+            reports.append(waiting.get_nowait())
         return reports
 
     def wait(self, timeout: float) -> bool:
         """Wait for a report, at most `timeout` seconds; whether there is one."""
-        with self._news:
-            if not self._reports and timeout > 0:
-                self._news.wait(timeout)
-            return bool(self._reports)
+        if not self._heard and timeout > 0:
+            with contextlib.suppress(Empty):
+                self._heard.append(self._reports.get(timeout=timeout))
+        return bool(self._heard) or not self._reports.empty()
 
     @property
     def failure(self) -> BaseException | None:
@@ -125,14 +126,11 @@ class TransferThread:
     def close(self, timeout: float = 10.0) -> None:
         """Stop; every agent is destroyed on return, so memory may be freed. Idempotent."""
         self._stop = True
-        if self._pause.closed:
-            return
         self._pause.end()
         if self._thread.ident is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TransportError(f"the transfer thread did not stop within {timeout:g} s")
-        self._pause.close()
 
     # ------------------------------------------------------------------ thread's side
 
@@ -147,6 +145,7 @@ class TransferThread:
         except BaseException as error:  # noqa: BLE001  told to whoever asks
             self._fail(error)
         finally:
+            self._pause.close()
             if driver is not None:
                 driver.close()
 
@@ -177,8 +176,7 @@ class TransferThread:
 
     def _take_commands(self, driver: Driver) -> bool:
         worked = False
-        while self._submitted:
-            packed, fence = self._submitted.popleft()
+        for packed, fence in self._pause.handed():
             prefill: list[Command] = []
             for command in decode(packed):
                 if isinstance(command, Receive | Abandon):
@@ -222,9 +220,7 @@ class TransferThread:
             raise failures[0]
 
     def _tell(self, report: Report) -> None:
-        with self._news:
-            self._reports.append(report)
-            self._news.notify_all()
+        self._reports.put(report)
 
     def _fail(self, error: BaseException) -> None:
         """The thread cannot go on: say so; requests end, pins stay."""
@@ -234,7 +230,7 @@ class TransferThread:
             return
         logger.error("the transfer thread stopped; restart this engine", exc_info=error)
         waiting = [a.command for a in self._core.consumer.attempts.values() if not a.reported]
-        submitted = [command for packed, _ in list(self._submitted) for command in decode(packed)]
+        submitted = [command for packed, _ in self._pause.handed() for command in decode(packed)]
         waiting += [command for command in submitted if isinstance(command, Receive)]
         for command in waiting:
             if command.start < command.stop:

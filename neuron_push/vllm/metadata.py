@@ -7,7 +7,7 @@ them, and the transfer thread unpacks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -30,27 +30,17 @@ class StepMeta(KVConnectorMetadata):
     reported sent, which is when the pin is quiet. `idle` says that the step computes nothing, so
     the worker half may wait a moment for news. `layers` numbers the step if it computes prompts
     whose layers are settled one by one.
+
+    Only what differs from these defaults is set, and so pickled.
     """
 
-    __slots__ = ("attempts", "due", "handed", "idle", "layers", "now", "rejected")
-
-    def __init__(
-        self,
-        now: bytes = b"",
-        due: bytes = b"",
-        attempts: tuple[int, ...] = (),
-        rejected: tuple[Rejection, ...] = (),
-        handed: tuple[tuple[int, str], ...] = (),
-        idle: bool = False,
-        layers: int = 0,
-    ) -> None:
-        self.layers = layers
-        self.now = now
-        self.due = due
-        self.attempts = attempts
-        self.rejected = rejected
-        self.handed = handed
-        self.idle = idle
+    now: bytes = b""
+    due: bytes = b""
+    attempts: tuple[int, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    handed: tuple[tuple[int, str], ...] = ()
+    idle: bool = False
+    layers: int = 0
 
     @classmethod
     def of(
@@ -79,35 +69,43 @@ class StepMeta(KVConnectorMetadata):
         layers: int = 0,
     ) -> StepMeta:
         """Pack commands that are sorted already."""
-        attempts: tuple[int, ...] = ()
+        meta = cls()
         if now:
-            attempts = tuple(
+            meta.now = encode(now)
+            meta.attempts = tuple(
                 [c.attempt for c in now if isinstance(c, Receive) and c.start < c.stop]
             )
-        return cls(
-            encode(now) if now else b"", encode(due) if due else b"", attempts, tuple(rejected),
-            tuple(handed), idle, layers,
-        )  # fmt: skip
+        if due:
+            meta.due = encode(due)
+        if rejected:
+            meta.rejected = tuple(rejected)
+        if handed:
+            meta.handed = tuple(handed)
+        if idle:
+            meta.idle = True
+        if layers:
+            meta.layers = layers
+        return meta
 
     @property
     def commands(self) -> tuple[Command, ...]:
         """What is packed, in the order in which it leaves; for whoever reads along."""
         return (*decode(self.now), *decode(self.due))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if not (self.now or self.due or self.rejected):
-            return _empty, (self.idle,)
-        return StepMeta, (
-            self.now, self.due, self.attempts, self.rejected, self.handed, self.idle, self.layers,
-        )  # fmt: skip
+
+class _Constant(StepMeta):
+    """One of the two below, which are pickled by name and not copied."""
+
+    def __init__(self, name: str, *, idle: bool) -> None:
+        self._name = name
+        self.idle = idle
+
+    def __reduce__(self) -> str:
+        return self._name
 
 
-def _empty(idle: bool) -> StepMeta:
-    return IDLE if idle else NOTHING
-
-
-NOTHING = StepMeta()
-IDLE = StepMeta(idle=True)
+NOTHING: Final = _Constant("NOTHING", idle=False)
+IDLE: Final = _Constant("IDLE", idle=True)
 
 
 class WorkerMeta(KVConnectorWorkerMetadata):
