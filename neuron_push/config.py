@@ -92,7 +92,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rotation_interval: Seconds = 1.0
     """Least time between two generation rotations; lost peers are collected meanwhile."""
 
-    slice_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 30)] = 16 << 20
+    slice_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 30)] = 64 << 20
     """Largest WRITE posted at once, so that cancellations and signs of life are served
     between slices."""
 

@@ -71,6 +71,7 @@ class WorkerHalf:
         self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
         self._last_news = 0.0
+        self._told = False  # whether the last step reported anything
         self._last_told = -TOLD
         # Where layers are streamed: parts that lie before a layer, and those told of this step.
         self._part_of: dict[str, int] = {}
@@ -137,8 +138,9 @@ class WorkerHalf:
         )  # fmt: skip
         if not isinstance(accelerator, HostStaged):
             return opens
-        size = max(self._config.slice_bytes, self._config.staging_slab_bytes)
-        return accelerator.transports(opens, self._config.staging_slabs, size)
+        return accelerator.transports(
+            opens, self._config.staging_slabs, self._config.staging_slab_bytes
+        )
 
     def _slabs(self, geometry: Geometry) -> Slabs | None:
         """Staging memory of the caches' own kind, if this side can bring bytes into order."""
@@ -235,9 +237,11 @@ class WorkerHalf:
         thread = self._thread
         if thread is None:
             return set(), set(), set()
-        if self._meta.idle and not self._rejected:
+        # vLLM may look at what a step reports only after the next one, which must not wait then.
+        if self._meta.idle and not self._rejected and not self._told:
             self._wait(thread)
         reports = thread.take()
+        self._told = bool(reports or self._rejected)
         if not reports and not self._rejected:
             return set(), set(), set()
         self._last_news = time.monotonic()

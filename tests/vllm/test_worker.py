@@ -379,10 +379,23 @@ def test_waits_are_longer_when_nothing_happens(half, log, monkeypatch):
     half.results()
     half.bind(IDLE)
     half.results()
+    half.results()
     now[0] += QUIET + 0.1
     half.results()
     waits = [entry[1] for entry in log if entry[0] == "wait"]
     assert waits[1:] == [config.step_wait, config.step_wait_idle]
+
+
+def test_the_step_after_one_that_reported_does_not_wait(half, log):
+    half.bind(StepMeta.of((receive(1, "a"),), idle=True))
+    half._thread.reports = [Received(1, "a")]
+    assert half.results()[1] == {"a"}
+    log.clear()
+    half.bind(IDLE)
+    half.results()  # vLLM takes up what was reported once this step is over
+    assert not [entry for entry in log if entry[0] == "wait"]
+    half.results()
+    assert [entry for entry in log if entry[0] == "wait"]
 
 
 def test_measurements_are_taken_once(half):

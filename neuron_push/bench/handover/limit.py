@@ -27,6 +27,8 @@ PATIENCE: Final = 60.0
 # Seconds between two looks: a process that spins is set back where cores are few.
 LOOK: Final = 2e-5
 QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+# An engine's KV is far larger than a processor's cache: every WRITE takes other pages of so much.
+SPREAD: Final = 512 << 20
 Descriptors = Any
 
 
@@ -51,6 +53,11 @@ class Load:
     @property
     def nbytes(self) -> int:
         return self.layers * self.pages * self.page_bytes
+
+    @property
+    def places(self) -> int:
+        """How many WRITEs find pages of their own before they are used again."""
+        return max(1, SPREAD // (2 * self.nbytes))
 
     def rows(self, base: int) -> Descriptors:
         """(count, 3) of address, length, device; scattered pages leave every second one out."""
@@ -97,7 +104,7 @@ def measure(load: Load, repeat: int, environment: Mapping[str, str]) -> list[flo
 
 def _open(name: str, load: Load, environment: dict[str, str]) -> tuple[NixlTransport, int, Any]:
     os.environ.update({**QUIET, **environment})
-    memory = pages(2 * load.nbytes, huge=load.huge)
+    memory = pages(load.places * 2 * load.nbytes, huge=load.huge)
     memory[:] = 1
     base = int(memory.ctypes.data)
     region = Region(base, memory.nbytes, "DRAM", 0)
@@ -126,9 +133,10 @@ def _send(
     pipe.send(agent.metadata())
     while not agent.notifications():
         time.sleep(0.001)
-    source, destination = load.rows(base), load.rows(there)
     took = []
     for number in range(repeat):
+        away = number % load.places * 2 * load.nbytes
+        source, destination = load.rows(base + away), load.rows(there + away)
         began = time.monotonic()
         agent.post(WriteId(number), peer, source, destination, ("DRAM", "DRAM"), b"done")
         while agent.poll(WriteId(number)) != "done":
