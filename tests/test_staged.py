@@ -1,5 +1,7 @@
 """Staged ways are proved like direct ones: carried out on real memory, read back by the oracle."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -296,7 +298,36 @@ def test_too_many_copies_go_through_a_slab_if_that_makes_them_fewer():
     assert way_of(small, large, prefill_slab=SLAB, **few).way == "packed"
     assert way_of(large, small, decode_slab=SLAB, **few).way == "unpacked"
     assert way_of(small, large, decode_slab=SLAB, **few).way == "direct"  # no fewer
-    assert way_of(small, large, decode_slab=10, **few).way == "direct"  # no room
+    assert way_of(small, large, decode_slab=10, **few).way == "direct"  # nor with room
+
+
+def test_too_many_copies_are_refused_if_a_slab_would_help_but_has_no_room():
+    """Runs that are long enough, and runs that are merely bearable."""
+    small = fleet.engine("neuron", tokens=2, blocks=[1], heads=1)
+    large = fleet.engine("neuron", tokens=64, blocks=[1], heads=1)
+    short, long = (
+        fleet.engine("neuron", tokens=tokens, blocks=[1], heads=1, width=600) for tokens in (2, 64)
+    )
+    few = {"most_copies": 1000}
+    for sides, means in (
+        ((large, small), {"min_run": 1}),
+        ((long, short), {"min_run": 1 << 13}),
+    ):
+        assert way_of(*sides, **means, **few).way == "direct"  # nobody can
+        assert way_of(*sides, decode_slab=SLAB, **means, **few).way == "unpacked"
+        assert way_of(*sides, decode_slab=10, **means).way == "direct"  # not too many
+        assert way_of(*sides, prefill_slab=10, **means, **few).way == "direct"  # no fewer
+        with pytest.raises(IncompatiblePair) as caught:
+            way_of(*sides, decode_slab=10, **means, **few)
+        text = str(caught.value)
+        assert "directly, a prompt of 32,768 tokens takes 65,536 copies, more than 1,000" in text
+        assert "decode cannot unpack: a staging slab of 10 bytes is less than the" in text
+        assert "raise staging_slab_bytes there to as much" in text
+        least = int(re.search(r"less than the (\d+) that", text)[1])
+        assert way_of(*sides, decode_slab=least, **means, **few).way == "unpacked"
+        with pytest.raises(IncompatiblePair):
+            way_of(*sides, decode_slab=least - 1, **means, **few)
+    assert way_of(small, large, decode_slab=10, **few).way == "direct"
 
 
 def test_a_refusal_says_why_for_each_way():

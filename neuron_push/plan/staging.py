@@ -55,7 +55,7 @@ def staged(
     if not tokens:
         raise IncompatiblePair(
             f"a staging slab of {slab_bytes} bytes is less than the {_bytes(images, grain)} that "
-            f"{grain} tokens take; raise staging_slab_bytes"
+            f"{grain} tokens take, the smallest piece; raise staging_slab_bytes there to as much"
         )
     stages = _stages(images, own, tokens)
     view = _with_images(own, shown, stages, _bytes(images, tokens))
@@ -104,7 +104,10 @@ def _grain(images: Sequence[Image | None]) -> int:
     """Tokens at which pieces are cut: wherever all groups begin a page of their image."""
     grain = math.lcm(*(image.page_tokens for image in images if image))
     if grain > MOST_GRAIN:
-        raise IncompatiblePair(f"pages meet only every {grain} tokens, too many for a slab")
+        raise IncompatiblePair(
+            f"pages meet only every {grain} tokens, too many for a slab; choose block sizes with a "
+            "smaller common multiple"
+        )
     return grain
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from neuron_push.errors import IncompatiblePair, NeedsStaging
@@ -24,6 +24,8 @@ MOST_COPIES: Final = 200_000
 GOOD_RUN: Final = 16_384
 # The prompt that the limit is applied to, in tokens.
 PROMPT: Final = 32_768
+# A slab in which every piece has room, to see what one would gain.
+AMPLE: Final = 1 << 36
 
 Plan = PairPlan | StagedPlan
 
@@ -45,7 +47,8 @@ def decide(source: Geometry, destination: Geometry, ask: Ask, means: Means) -> P
 
     Unpacked by decode if its pages are not registered; else direct if runs are long enough and few
     enough; else the staged way with the fewest copies, packed by prefill if both are equal; else
-    direct by any runs of at least MIN_RUN bytes.
+    direct by any runs of at least MIN_RUN bytes, if they are few enough. Too many are accepted only
+    where no side can reorder or where a slab would not make them fewer.
 
     Raises:
         IncompatiblePair: no way exists; the text says why for each.
@@ -56,13 +59,42 @@ def decide(source: Geometry, destination: Geometry, ask: Ask, means: Means) -> P
         direct = pair(source, destination, ask, min_run=means.min_run)
     except NeedsStaging:
         return _without_good_runs(source, destination, ask, means)
+    if not _too_many(direct, means):
+        return direct
+    return _fewest(source, destination, ask, means, direct)
+
+
+def _too_many(direct: Plan, means: Means) -> bool:
+    """Whether a direct plan has more copies than it may where a side can reorder."""
+    able = means.prefill_slab or means.decode_slab
+    return bool(able) and _copies(direct) > means.most_copies
+
+
+def _fewest(
+    source: Geometry, destination: Geometry, ask: Ask, means: Means, direct: PairPlan
+) -> Plan:
+    """For a direct plan of too many copies: through a slab, unless that makes them no fewer.
+
+    Raises:
+        IncompatiblePair: a slab would, but has no room for the smallest piece.
+    """
     count = _copies(direct)
-    if count <= means.most_copies or not (means.prefill_slab or means.decode_slab):
-        return direct
+    reason = (
+        f"directly, a prompt of {PROMPT:,} tokens takes {count:,} copies, more than "
+        f"{means.most_copies:,}"
+    )
     try:
-        indirect = _staged(source, destination, ask, means, "")
+        indirect = _staged(source, destination, ask, means, reason)
     except IncompatiblePair:
-        return direct
+        ample = replace(
+            means,
+            prefill_slab=means.prefill_slab and AMPLE,
+            decode_slab=means.decode_slab and AMPLE,
+        )
+        # Says the same again if pages meet too rarely for any slab.
+        if _copies(_staged(source, destination, ask, ample, reason)) >= count:
+            return direct
+        raise
     return indirect if _copies(indirect) < count else direct
 
 
@@ -88,7 +120,9 @@ def _without_good_runs(source: Geometry, destination: Geometry, ask: Ask, means:
     try:
         return _staged(source, destination, ask, means, "")
     except IncompatiblePair:
-        return bearable
+        if not _too_many(bearable, means):
+            return bearable
+    return _fewest(source, destination, ask, means, bearable)
 
 
 def _copies(plan: Plan) -> int:
