@@ -82,6 +82,21 @@ def geometry_of(cache, block_tokens, kind="full"):
     return Geometry(regions, (group_of(cache, block_tokens, kind),), ELEMENT)
 
 
+def with_states(geometry, states, heads=(0,)):
+    """One more group, of a state per request: oracle.States."""
+    first = len(geometry.regions)
+    planes = tuple(
+        layouts.state(
+            [layouts.View.of(tensor) for tensor in both],
+            layouts.Place(layer, first + index, states.stores[index].data_ptr()),
+        )
+        for index, (layer, both) in enumerate(states.tensors.items())
+    )
+    group = Group("state", 4096, 4096, len(states.stores[0]), heads, planes)
+    regions = (*geometry.regions, *map(region_of, states.stores))
+    return Geometry(regions, (*geometry.groups, group), geometry.element_bytes)
+
+
 @dataclass
 class Engine:
     """Ranks of one engine; every rank uses the same block list."""

@@ -184,6 +184,46 @@ class Cache:
         view[...] = values
 
 
+class States:
+    """A conv and an SSM state per layer and request, both cut out of one raw page, as vLLM does."""
+
+    CONV, SSM, PAGE = (4, 3), (2, 4), 64  # elements of 2 and of 4 bytes; bytes with a gap behind
+
+    def __init__(self, layers, pages):
+        self.stores, self.tensors = [], {}
+        for layer in layers:
+            store = torch.full((pages, self.PAGE), -1, dtype=torch.int8)
+            self.stores.append(store)
+            conv = store.view(torch.int16).as_strided((pages, *self.CONV), (32, 3, 1), 0)
+            ssm = store.view(torch.int32).as_strided((pages, *self.SSM), (16, 4, 1), 6)
+            self.tensors[layer] = conv, ssm
+
+    def _values(self, layer):
+        for number, tensor in enumerate(self.tensors[layer]):
+            size = tensor[0].numel()
+            values = torch.arange(size) + 1 + 100 * layer + 50 * number
+            yield tensor, values.reshape(tensor[0].shape).to(tensor.dtype)
+
+    def fill(self, page):
+        """The known state of one request; noise everywhere else."""
+        for layer, store in zip(self.tensors, self.stores, strict=True):
+            store.random_(-128, 127)
+            for tensor, values in self._values(layer):
+                tensor[page] = values
+
+    def snapshot(self):
+        return [tensor.clone() for both in self.tensors.values() for tensor in both]
+
+    def compare(self, before, page):
+        """One page holds the known state, and no tensor changed elsewhere."""
+        place = iter(before)
+        for layer in self.tensors:
+            for tensor, values in self._values(layer):
+                expected = next(place).clone()
+                expected[page] = values
+                assert torch.equal(tensor, expected), layer
+
+
 def place(cache, blocks, block_tokens, first, token):
     """(page, token in page) of a token, or None where the list has a hole."""
     index = token // block_tokens - first

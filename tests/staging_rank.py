@@ -51,11 +51,12 @@ class _Commands:
 
     def open(
         self, name, role, *, slabs=0, slab_bytes=1 << 16, min_run=2048, host_staging=False,
-        kv_digest=False, fault="", **shape,
+        kv_digest=False, fault="", state=0, **shape,
     ):  # fmt: skip
         """Start the rank; returns where its engine answers.
 
-        With `host_staging` its pages are a Neuron device's, that nobody registers.
+        With `host_staging` its pages are a Neuron device's, that nobody registers. With `state` it
+        has state layers too, and that block holds the state of the request.
         """
         import numpy as np
 
@@ -67,10 +68,14 @@ class _Commands:
         from neuron_push.sidechannel import Listener
         from neuron_push.transfer import TransferThread
         from neuron_push.transform import HostMover
-        from tests import fleet
+        from tests import fleet, oracle
         from tests.rendezvous.shapes import SEMANTICS
 
         self.engine = fleet.engine(**shape)
+        geometry, self.states, self.state = self.engine.geometries[0], None, state
+        if state:
+            self.states = oracle.States((7, 8), state + 3)
+            geometry = fleet.with_states(geometry, self.states)
         memory, opens, mover = None, factory(("UCX",), fault=fault), HostMover
         if host_staging:
             staged, base = _behind_host_memory(self.engine, slabs * slab_bytes)
@@ -80,7 +85,7 @@ class _Commands:
             self.staging = np.full(slabs * slab_bytes, 0x5A, np.uint8)
             region = Region(self.staging.ctypes.data, self.staging.nbytes, "DRAM", 0)
             memory = Slabs(region, slab_bytes)
-        me = Identity(name, 0, os.getpid(), SEMANTICS, self.engine.geometries[0], memory)
+        me = Identity(name, 0, os.getpid(), SEMANTICS, geometry, memory)
         info = EngineInfo(name, 1, role, 1, 1, 1, 0, ("push",), SEMANTICS, ())
         self.listener = Listener(name, "127.0.0.1", 0, lambda: info)
         config = Config(min_run=min_run, patience=20.0, lease=20.0, kv_digest=kv_digest)
@@ -100,18 +105,29 @@ class _Commands:
         engine = self.engine
         for cache in engine.caches:
             oracle.fill(cache, engine.blocks, engine.block_tokens, engine.first, stop)
+        if self.states:
+            self.states.fill(self.state)
+
+    def lists(self, first, stop):
+        """Blocks number first to stop, and the state's with those from 0 on: firsts, packed ids."""
+        from neuron_push.commands import pack_ids
+
+        firsts, ids = (first,), (pack_ids(self.engine.blocks[first:stop]),)
+        if self.states:
+            begun = int(first > 0)
+            return (*firsts, begun), (*ids, pack_ids([self.state][begun:]))
+        return firsts, ids
 
     def prefill(self, match, edges, chunk_s=0.0):
         """Offer, settle in chunks, retire."""
-        from neuron_push.commands import Offer, Retire, Settle, encode, pack_ids
+        from neuron_push.commands import Offer, Retire, Settle, encode
 
-        size, blocks = self.engine.block_tokens, self.engine.blocks
+        size = self.engine.block_tokens
         self.thread.submit(encode([Offer(1, "p", match)]))
         known = 0
         for stop in edges:
             count = -(-stop // size)
-            ids = pack_ids(blocks[known:count])
-            settled = Settle(1, stop, (known,), (ids,), 71, stop == match.tokens)
+            settled = Settle(1, stop, *self.lists(known, count), 71, stop == match.tokens)
             self.thread.submit(encode([settled]))
             known = count
             time.sleep(chunk_s)
@@ -122,9 +138,10 @@ class _Commands:
         from neuron_push.commands import Receive, encode, pack_ids
 
         self.remember()
-        first = start // self.engine.block_tokens
-        ids = pack_ids(self.engine.blocks[first:])
-        wanted = Receive(1, "r", address, "", match, start, match.tokens, (first,), (ids,), 72, 20)
+        firsts, ids = self.lists(start // self.engine.block_tokens, len(self.engine.blocks))
+        if self.states:
+            firsts, ids = (firsts[0], 0), (ids[0], pack_ids([self.state]))
+        wanted = Receive(1, "r", address, "", match, start, match.tokens, firsts, ids, 72, 20)
         self.thread.submit(encode([wanted]))
 
     def remember(self):
@@ -132,6 +149,7 @@ class _Commands:
         from tests import oracle
 
         self.before = oracle.snapshot(self.engine.caches[0])
+        self.states_before = self.states.snapshot() if self.states else None
 
     def prefill_many(self, matches):
         """The same blocks, as the prompt of each match."""
@@ -193,6 +211,8 @@ class _Commands:
             engine.caches[0], self.before, engine.blocks, engine.block_tokens, engine.first,
             start, stop,
         )  # fmt: skip
+        if self.states:
+            self.states.compare(self.states_before, self.state)
 
     def way(self):
         """How the first link of this prefill rank writes."""

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.real_nixl
 
 OPAQUE = ("amx", "fp8")
 PAIRS = [*product(ELEMENTS, ELEMENTS), *((name, name) for name in (*OPAQUE, "mla"))]
+# A Mamba state per request beside them: opaque, so from and to the same shape only.
+STATES = [("neuron", "neuron"), ("neuron", "interleaved"), ("interleaved", "neuron")]
 # In every run: into and out of each layout, with what the two fleets use on the other side.
 HUBS = ("neuron", "interleaved")
 OFTEN = [pair for pair in PAIRS if pair[0] in HUBS or pair[1] in HUBS or pair[0] == pair[1]]
@@ -34,6 +36,11 @@ def sizes_of(source, target, rng):
     return rng.choice([(32, 16), (16, 32), (32, 48), (16, 16), (48, 32)])
 
 
+def blocks_of(rng):
+    """Pages per block on both sides: a kernel's block may be smaller than the scheduler's."""
+    return rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (3, 2)])
+
+
 def scattered(rng, tokens, stop):
     count = -(-stop // tokens)
     return rng.sample(range(1, count + 4), count)
@@ -50,6 +57,7 @@ def push(
     expected=None,
     behind_host="",
     fault="",
+    per_block=(1, 1),
     **more,
 ):
     """One prompt in chunks from one layout into another, compared element by element.
@@ -61,19 +69,20 @@ def push(
     sizes = sizes_of(source, target, rng)
     shape = {"heads": 2, "layers": 2, "width": 8, "spare": 4}
     sides = []
-    for rank, layout, tokens, role, name in (
-        (prefill, source, sizes[0], "producer", f"P{seed}"),
-        (decode, target, sizes[1], "consumer", f"D{seed}"),
+    for rank, layout, tokens, pages, role, name in (
+        (prefill, source, sizes[0], per_block[0], "producer", f"P{seed}"),
+        (decode, target, sizes[1], per_block[1], "consumer", f"D{seed}"),
     ):
         staged = behind_host in (role, "both")
         able = slabs if staged or reorders in (role, "both") else 0
         sides.append(
             rank.call("open", name, role, slabs=able, layout=layout, tokens=tokens,
-                      blocks=scattered(rng, tokens, TOKENS), host_staging=staged,
+                      per_block=pages, blocks=scattered(rng, tokens * pages, TOKENS),
+                      host_staging=staged,
                       fault=fault if role == "producer" else "", **more, **shape)
         )  # fmt: skip
     match = Match(f"t{seed}", "b", b"digest", TOKENS)
-    start = rng.choice([0, 0, sizes[1]])
+    start = rng.choice([0, 0, sizes[1] * per_block[1]])
     try:
         prefill.call("fill", TOKENS)
         decode.call("receive", sides[0], match, start)
@@ -91,20 +100,40 @@ def push(
     return told
 
 
+def push_each(ranks, pairs, reorders, first):
+    """Pairs of layouts one after the other, each with sizes, blocks and a start of its own."""
+    for seed, pair in enumerate(pairs, first):
+        pages = blocks_of(random.Random(-seed))
+        push(ranks, *pair, reorders=reorders, seed=seed, per_block=pages, kv_digest=seed % 2 == 0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("reorders", ["producer", "consumer"])
-def test_pairs_of_layouts_meet_the_two_fleets(ranks, reorders):
-    for number, pair in enumerate(OFTEN):
-        push(ranks, *pair, reorders=reorders, seed=number, kv_digest=number % 2 == 0)
+@pytest.mark.parametrize(
+    ("reorders", "pairs"), [("producer", OFTEN[::2]), ("consumer", OFTEN[1::2])]
+)
+def test_pairs_of_layouts_meet_the_two_fleets(ranks, reorders, pairs):
+    push_each(ranks, pairs, reorders, 0)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("reorders", ["producer", "consumer", "both"])
 def test_every_ordered_pair_of_layouts(ranks, reorders):
-    for number, pair in enumerate(PAIRS):
-        push(ranks, *pair, reorders=reorders, seed=1000 + number, kv_digest=True)
+    push_each(ranks, PAIRS, reorders, 1000)
+
+
+@pytest.mark.parametrize(("source", "target"), STATES)
+@pytest.mark.parametrize("reorders", ["producer", "consumer"])
+def test_a_state_travels_beside_pages_of_tokens(ranks, source, target, reorders):
+    push(ranks, source, target, reorders=reorders, seed=31, per_block=(1, 2), state=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("neuron", "interleaved"), ("amx", "amx"), ("vec", "neuron")]
+)
+def test_blocks_of_several_pages_meet_blocks_of_others(ranks, source, target):
+    push(ranks, source, target, reorders="both", seed=41, per_block=(3, 2))
 
 
 @pytest.mark.parametrize(
