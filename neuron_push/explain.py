@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Entry for the command line; exit status 1 if the pair cannot talk."""
     sizes = _sizes(args.block_sizes)
+    if args.min_run < 1:
+        raise ConfigError(f"--min-run must be positive, not {args.min_run}")
     sides = [
         Side(PLATFORMS[name], ranks, size or PLATFORMS[name].block_tokens)
         for name, ranks, size in (
@@ -108,7 +110,14 @@ def explain(
         "prefill": _describe(prefill),
         "decode": _describe(decode),
     }
+    if model.states:
+        report["state_layers"] = model.states
     try:
+        if model.states and prefill.ranks != decode.ranks:
+            raise IncompatiblePair(
+                f"{model.states} layers keep a state per request, which is never taken apart: both "
+                "sides need the same parallel degree"
+            )
         pairs = _pairs(model, prefill, decode, min_run)
     except IncompatiblePair as error:
         reasons = list(error.differences) or [str(error)]
@@ -245,6 +254,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             f"{facts['block_tokens']} tokens, {'can' if facts['reorders'] else 'cannot'} reorder"
         )
     yield f"model    {report['model']}: {report['kv_bytes_per_token']:,} bytes of KV per token"
+    if states := report.get("state_layers"):
+        yield (
+            f"states   {states} layers keep a state per request beside that: it goes whole, with "
+            "the last tokens, and is not counted below"
+        )
     if not report["can_talk"]:
         yield "talk     no"
         yield from (f"         {reason}" for reason in report["reasons"])

@@ -149,21 +149,92 @@ def test_a_config_file_is_read_as_public_ones_are_written(tmp_path):
     assert load_model(str(tmp_path), "fp8").element == 1
 
 
-def test_windows_alternate_by_pattern_or_are_off():
+def written(folder, **fields):
+    """A config of four layers with these fields changed, added or (None) taken out."""
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 256, **fields}
+    kept = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return str(folder)
+
+
+def test_windows_alternate_by_pattern_or_are_off(tmp_path):
     assert load_model("openai/gpt-oss-20b").windows[:4] == (128, 0, 128, 0)
-    assert shapes._windows({"sliding_window": 7, "use_sliding_window": False}, 2) == (0, 0)
-    assert shapes._windows({"sliding_window": 7}, 2) == (7, 7)
+    off = written(tmp_path, sliding_window=7, use_sliding_window=False)
+    assert load_model(off).windows == (0, 0, 0, 0)
+    assert load_model(written(tmp_path, sliding_window=7)).windows == (7, 7, 7, 7)
 
 
-def test_a_model_that_is_not_known_or_not_usable_is_refused(tmp_path):
+def test_layers_that_keep_a_state_have_no_kv_and_hold_degrees_together(tmp_path, capsys):
+    kinds = ["mamba", "attention", "linear_attention", "full_attention"]
+    for field in ("layer_types", "layers_block_type"):
+        model = load_model(written(tmp_path, **{field: kinds}))
+        assert (model.layers, model.states) == (2, 2)
+    words = ["--from", "p5en", "--to", "p5en", "--model", str(tmp_path)]
+    status, out = run(capsys, *words)
+    assert status == 0 and "states   2 layers keep a state per request" in out
+    status, out = run(capsys, *words, "--prefill-tp", "2")
+    assert status == 1 and "both sides need the same parallel degree" in out
+    with pytest.raises(ConfigError, match="no layer of it has attention"):
+        load_model(written(tmp_path, layer_types=["mamba"] * 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "cannot be read"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b'{"text_config": 5}', r"got `int` - at `\$.text_config`"),
+        (b"{}", "missing required field `num_hidden_layers`"),
+        (b'{"num_hidden_layers": NaN}', "got `float`"),
+        (b'{"num_hidden_layers": 2}', "no num_key_value_heads or num_attention_heads"),
+        (b'{"num_hidden_layers": 2, "num_attention_heads": 4}', "config has no hidden_size"),
+        (b'{"num_hidden_layers": 2, "kv_lora_rank": 4}', "config has no qk_rope_head_dim"),
+    ],
+)
+def test_a_config_that_is_unusable_is_refused_in_words(tmp_path, text, reason):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 0}, ">= 1"),
+        ({"num_hidden_layers": 2_000_000_000}, "<= 4096"),
+        ({"num_hidden_layers": "x"}, r"got `str` - at `\$.num_hidden_layers`"),
+        ({"num_attention_heads": 0}, r"at `\$.num_attention_heads`"),
+        ({"hidden_size": 3}, "hidden_size is less than num_attention_heads"),
+        ({"head_dim": -8}, r"at `\$.head_dim`"),
+        ({"torch_dtype": "int3"}, "dtype 'int3' is none of bfloat16"),
+        ({"layer_types": 7}, r"at `\$.layer_types`"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 of 4 layers"),
+        ({"sliding_window": -1}, r"at `\$.sliding_window`"),
+    ],
+)
+def test_a_field_that_is_no_use_is_named(tmp_path, fields, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load_model(written(tmp_path, **fields))
+
+
+def test_a_model_that_nobody_knows_is_refused():
     with pytest.raises(ConfigError, match="is not in the table"):
         load_model("nobody/nothing")
-    broken = tmp_path / "config.json"
-    broken.write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        load_model(str(broken))
-    broken.write_text("{}")
-    with pytest.raises(ConfigError, match="has no usable 'num_hidden_layers'"):
-        load_model(str(broken))
-    with pytest.raises(ConfigError, match="do not divide over 3 ranks"):
-        shapes.geometries(load_model("Qwen/Qwen3-8B"), PLATFORMS["trn2"], 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--prefill-tp", "3"], "8 KV heads do not divide over 3 ranks"),
+        (["--decode-tp", "0"], "a parallel degree is between 1 and 512, not 0"),
+        (["--prefill-tp", "1000000000"], "a parallel degree is between"),
+        (["--block-sizes", "16,9999999"], "a block has between 1 and 1048576 tokens"),
+        (["--min-run", "0"], "--min-run must be positive"),
+        (["--dtype", "int7"], "dtype 'int7' is none of"),
+    ],
+)
+def test_a_figure_that_no_engine_has_is_refused(words, reason, capsys):
+    with pytest.raises(ConfigError, match=reason):
+        run(capsys, "--from", "trn2", "--to", "p5en", "--model", "Qwen/Qwen3-8B", *words)
