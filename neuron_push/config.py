@@ -92,6 +92,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rotation_interval: Seconds = 1.0
     """Least time between two generation rotations; lost peers are collected meanwhile."""
 
+    stall: Seconds = 10.0
+    """How long one call of NIXL may keep the transfer thread. After that, what waits for KV on this
+    rank fails with that reason, unless vLLM would compute again into the blocks. Blocks stay held
+    until the call returns."""
+
+    stall_most: Seconds = 120.0
+    """After so long in one call the engine stops with an error, so that every request ends and it
+    can be started anew. LIBFABRIC may block for 60 s, and in some cases without end."""
+
     slice_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 30)] = 64 << 20
     """Largest WRITE posted at once, so that cancellations and signs of life are served
     between slices."""

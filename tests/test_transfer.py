@@ -35,6 +35,7 @@ from neuron_push.protocol import Address, EngineInfo, Match
 from neuron_push.rendezvous import Identity
 from neuron_push.sidechannel import Listener
 from neuron_push.transfer import TransferThread
+from neuron_push.transfer.agents import Agents
 from neuron_push.transport import TransportFactory
 
 pytestmark = pytest.mark.real_nixl
@@ -382,3 +383,29 @@ def test_an_engine_whose_ranks_are_still_starting_is_asked_again(
         fill(prefill)
         prefill.thread.submit(encode(settled()))
         decode.hears(lambda report: report == Received(1, "r1"))
+
+
+def test_what_a_dead_thread_gives_up_is_told_once_its_agents_are_gone(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    told: list[list[Report]] = []
+    destroy = Agents.destroy
+
+    def watched(agents: Agents) -> None:
+        destroy(agents)
+        told.append(decode.thread.take())
+
+    monkeypatch.setattr(Agents, "destroy", watched)
+    decode.thread.submit(encode([receive(prefill, hold_failure=True)]))
+
+    def broken(now: float) -> list[object]:
+        if decode.thread._core.consumer.attempts:
+            raise MemoryError("a defect")
+        return []
+
+    monkeypatch.setattr(decode.thread._core, "tick", broken)
+    report = decode.hears(lambda report: isinstance(report, ReceiveFailed))
+    assert isinstance(report, ReceiveFailed) and "a defect" in report.reason
+    assert told == [[]]
+    assert decode.thread.stands == 0.0

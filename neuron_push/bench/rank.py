@@ -148,12 +148,20 @@ class Rank:
 
         With `hold` a failure is told once nothing can land any more, as recompute needs it.
         """
+        command = self.receive(name, blocks, prefill, engine, patience, hold)
+        self.thread.submit(encode([command]))
+        return command.attempt
+
+    def receive(
+        self, name: str, blocks: Sequence[int], prefill: Address, engine: str = "",
+        patience: float = 60.0, hold: bool = False,
+    ) -> Receive:  # fmt: skip
+        """The command of `want`."""
         number = next(self._numbers)
-        self.thread.submit(encode([Receive(
+        return Receive(
             number, name, prefill, engine, _match(name, len(blocks)), 0, len(blocks) * TOKENS,
             (0,), (pack_ids(blocks),), number, patience, hold,
-        )]))  # fmt: skip
-        return number
+        )  # fmt: skip
 
     def abandon(self, number: int, reason: str = "the client left") -> None:
         """Decode: give an attempt up."""

@@ -86,6 +86,10 @@ class TransferThread:
         self._pause = Pause(config)
         self._stop = False
         self._ticked = 0.0
+        # For whoever watches from another thread: when this one last came round, what it is at.
+        self._round = clock()
+        self._doing: Action | None = None
+        self._destroyed = False  # no agent is left: nothing lands any more
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="neuron-push", daemon=True)
         self._ready: Future[Address] = Future()
@@ -120,8 +124,21 @@ class TransferThread:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the thread stopped, if it did not stop on request."""
+        """Why the thread stopped, if it did not stop on request; its agents are destroyed then."""
         return self._failure
+
+    @property
+    def stands(self) -> float:
+        """Seconds since the thread last came round; 0 once it has ended and its agents too."""
+        return 0.0 if self._destroyed else self._clock() - self._round
+
+    @property
+    def doing(self) -> str:
+        """What the thread is at, for people. A call of NIXL's may block as long as it likes."""
+        doing = self._doing
+        if doing is None:
+            return "asking NIXL for news"
+        return f"{type(doing).__name__} {getattr(doing, 'agent', '')}".strip()
 
     def close(self, timeout: float = 10.0) -> None:
         """Stop; every agent is destroyed on return, so memory may be freed. Idempotent."""
@@ -131,23 +148,27 @@ class TransferThread:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TransportError(f"the transfer thread did not stop within {timeout:g} s")
+            if not self._destroyed:
+                raise TransportError("the transfer thread ended, and an agent of it lives on")
 
     # ------------------------------------------------------------------ thread's side
 
     def _main(self) -> None:
         driver: Driver | None = None
         try:
-            driver = self._make_driver()
-            self._pause.watch(driver.side)
-            self._begin(driver)
-            self._ready.set_result(driver.side.server.address)
-            self._loop(driver)
+            try:
+                driver = self._make_driver()
+                self._pause.watch(driver.side)
+                self._begin(driver)
+                self._ready.set_result(driver.side.server.address)
+                self._loop(driver)
+            finally:
+                self._pause.close()
+                if driver is not None:
+                    driver.close()
+                self._destroyed = True
         except BaseException as error:  # noqa: BLE001  told to whoever asks
             self._fail(error)
-        finally:
-            self._pause.close()
-            if driver is not None:
-                driver.close()
 
     def _begin(self, driver: Driver) -> None:
         """Open the first generation."""
@@ -164,7 +185,8 @@ class TransferThread:
 
     def _turn(self, driver: Driver) -> bool:
         """One look at everything that may have happened; whether anything had."""
-        now = self._clock()
+        now = self._round = self._clock()
+        self._doing = None
         worked = self._take_commands(driver)
         worked = driver.poll(now) or worked
         while driver.events:
@@ -210,6 +232,7 @@ class TransferThread:
         failures: list[Exception] = []
         for action in actions:
             began = self._clock()
+            self._doing = action
             try:
                 driver.carry_out(action, began)
             except Exception as error:  # noqa: BLE001  what follows is for other sessions too
@@ -223,12 +246,19 @@ class TransferThread:
         self._reports.put(report)
 
     def _fail(self, error: BaseException) -> None:
-        """The thread cannot go on: say so; requests end, pins stay."""
-        self._failure = error
+        """The thread cannot go on: say so; requests end, pins stay.
+
+        Its agents are gone by now, as vLLM may compute again into the blocks of what failed. If one
+        lives on, nothing is said: the thread stands still, for whoever watches.
+        """
         if not self._ready.done():
+            self._failure = error
             self._ready.set_exception(error)
             return
         logger.error("the transfer thread stopped; restart this engine", exc_info=error)
+        if not self._destroyed:
+            return
+        self._failure = error
         waiting = [a.command for a in self._core.consumer.attempts.values() if not a.reported]
         submitted = [command for packed, _ in self._pause.handed() for command in decode(packed)]
         waiting += [command for command in submitted if isinstance(command, Receive)]

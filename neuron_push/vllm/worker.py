@@ -19,9 +19,19 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from neuron_push import accelerator as accelerators
 from neuron_push.accelerator import Accelerator
 from neuron_push.bounce import HostStaged
-from neuron_push.commands import Layers, Receive, ReceiveFailed, Settle, Unpinned, decode, encode
+from neuron_push.commands import (
+    Abandon,
+    Layers,
+    Receive,
+    ReceiveFailed,
+    Report,
+    Settle,
+    Unpinned,
+    decode,
+    encode,
+)
 from neuron_push.config import Config
-from neuron_push.errors import ConfigError
+from neuron_push.errors import ConfigError, DeadlineExceeded
 from neuron_push.geometry import Geometry, Region
 from neuron_push.nixl import factory
 from neuron_push.protocol import Address, Slabs
@@ -70,6 +80,7 @@ class WorkerHalf:
         self._unpinned: list[tuple[int, int]] = []
         self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
+        self._stalled_for = 0.0  # when that was last looked at
         self._last_news = 0.0
         self._told = False  # whether the last step reported anything
         self._last_told = -TOLD
@@ -237,11 +248,7 @@ class WorkerHalf:
         thread = self._thread
         if thread is None:
             return set(), set(), set()
-        # vLLM may look at what a step reports only after the next one, which must not wait then.
-        if self._meta.idle and not self._rejected and not self._told:
-            self._wait(thread)
-        reports = thread.take()
-        self._told = bool(reports or self._rejected)
+        reports = self._take(thread)
         if not reports and not self._rejected:
             return set(), set(), set()
         self._last_news = time.monotonic()
@@ -257,7 +264,8 @@ class WorkerHalf:
             elif (packed := self._bound.pop(report.attempt, None)) is not None:
                 ended.add(report.request)
                 if isinstance(report, ReceiveFailed):
-                    self._rejected.append(_rejection(packed, report.attempt, report.reason))
+                    command = _receive(packed, report.attempt)
+                    self._rejected.append(_rejection(command, report.reason))
         for request, reason, blocks in self._rejected:
             self._explain(request, reason)
             ended.add(request)
@@ -306,7 +314,41 @@ class WorkerHalf:
     def _fail_all(self, reason: str) -> None:
         """Nobody will answer what is under way; the pins stay, since WRITEs may still land."""
         bound, self._bound = self._bound, {}
-        self._rejected += [_rejection(packed, number, reason) for number, packed in bound.items()]
+        self._rejected += [_rejection(_receive(p, number), reason) for number, p in bound.items()]
+
+    def _take(self, thread: TransferThread) -> list[Report]:
+        """What the thread has to say, after a short wait for it in a step that computes nothing."""
+        # vLLM may look at what a step reports only after the next one, which must not wait then.
+        if self._meta.idle and not self._rejected and not self._told:
+            self._wait(thread)
+        reports = thread.take()
+        if not reports and thread.stands > self._config.stall:
+            self._stalled(thread)
+        self._told = bool(reports or self._rejected)
+        return reports
+
+    def _stalled(self, thread: TransferThread) -> None:
+        """One call keeps the thread: end what waits for it. Blocks stay held until it returns.
+
+        A request that vLLM would compute again, into blocks that a WRITE may still reach, cannot
+        end this way, and new ones may find no block free: after a while the engine must stop.
+        """
+        seconds = thread.stands
+        reason = f"the transfer thread is in one call for {seconds:.0f} s ({thread.doing})"
+        if seconds > self._config.stall_most:
+            raise DeadlineExceeded(f"{reason}: restart this engine")
+        if seconds < self._stalled_for or not self._stalled_for:
+            logger.error("%s; what waits for KV fails", reason)
+        self._stalled_for = seconds
+        ended: list[Abandon] = []
+        for attempt, packed in list(self._bound.items()):
+            command = _receive(packed, attempt)
+            if not command.hold_failure:
+                del self._bound[attempt]
+                self._rejected.append(_rejection(command, reason))
+                ended.append(Abandon(attempt, reason))
+        if ended:
+            thread.submit(encode(ended))
 
     def _wait(self, thread: TransferThread) -> None:
         config = self._config
@@ -332,16 +374,17 @@ def _accelerator(config: Config) -> Accelerator:
     return HostStaged(found, allocate, flat)
 
 
-def _rejection(packed: bytes, attempt: int, reason: str) -> Rejection:
-    """The end of one of the attempts in `packed`.
-
-    A vLLM that is told of failures by block has one group of blocks.
-    """
+def _receive(packed: bytes, attempt: int) -> Receive:
+    """The command that began an attempt, among those in `packed`."""
     for command in decode(packed):
         if isinstance(command, Receive) and command.attempt == attempt:
-            blocks = memoryview(command.blocks[0]).cast("i")
-            return command.request, reason, tuple(blocks)
+            return command
     raise LookupError(f"attempt {attempt} did not come with these commands")
+
+
+def _rejection(command: Receive, reason: str) -> Rejection:
+    """The end of an attempt. A vLLM that is told of failures by block has one group of blocks."""
+    return command.request, reason, tuple(memoryview(command.blocks[0]).cast("i"))
 
 
 __all__ = ["WorkerHalf"]

@@ -72,6 +72,7 @@ class Thread:
     """Stands where the transfer thread does: hands commands to the core at once."""
 
     failure = None
+    stands = 0.0
 
     def __init__(self):
         self.submitted = []

@@ -4,6 +4,7 @@ import pickle
 import types
 
 import pytest
+from msgspec.structs import replace
 
 from neuron_push.accelerator import CpuAccelerator
 from neuron_push.bounce import HostStaged
@@ -23,7 +24,7 @@ from neuron_push.commands import (
     pack_ids,
 )
 from neuron_push.config import Config
-from neuron_push.errors import ConfigError
+from neuron_push.errors import ConfigError, DeadlineExceeded
 from neuron_push.protocol import Address, Match
 from neuron_push.transfer import Tally
 from neuron_push.vllm.metadata import IDLE, NOTHING, StepMeta
@@ -44,6 +45,8 @@ class Thread:
         self.log = log
         self.reports = []
         self.failure = None
+        self.stands = 0.0
+        self.doing = "Notify P"
         self.tally = Tally()
 
     def submit(self, commands, fence=None):
@@ -368,6 +371,30 @@ def test_a_dead_thread_fails_what_is_under_way_and_what_comes_after(half):
     assert half.results() == (set(), set(), set())
     meta = half.worker_meta()  # says why, and lets no pin go
     assert meta is None or (meta.failures and not meta.unpinned)
+
+
+def test_a_thread_that_one_call_keeps_ends_what_waits_for_it(half, log):
+    held = replace(receive(2, "b"), hold_failure=True)  # vLLM would compute into its blocks
+    half.bind(StepMeta.of((receive(1, "a"), held)))
+    half._thread.stands = half._config.stall - 1
+    assert half.results() == (set(), set(), set())
+    half._thread.stands = half._config.stall + 1
+    assert half.results() == (set(), {"a"}, {"a"})
+    assert "in one call for 11 s (Notify P)" in half.worker_meta().failures[0][1]
+    assert [c.attempt for c in submitted(log) if isinstance(c, Abandon)] == [1]
+    half.bind(StepMeta.of((receive(3, "c"),)))
+    assert half.results() == (set(), {"c"}, {"c"})  # nor does a new one wait
+    half._thread.stands = 0.0
+    half._thread.reports = [ReceiveFailed(1, "a", "abandoned", True), Unpinned(1), Received(2, "b")]
+    assert half.results() == (set(), {"b"}, set())  # nobody is told twice
+    assert (1, 0) in half.worker_meta().unpinned
+
+
+def test_an_engine_whose_thread_never_comes_back_stops_with_the_reason(half):
+    half.bind(StepMeta.of((replace(receive(1, "a"), hold_failure=True),)))
+    half._thread.stands = half._config.stall_most + 1
+    with pytest.raises(DeadlineExceeded, match=r"Notify P.*restart this engine"):
+        half.results()
 
 
 def test_waits_are_longer_when_nothing_happens(half, log, monkeypatch):
