@@ -105,6 +105,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Largest WRITE posted at once, so that cancellations and signs of life are served
     between slices."""
 
+    batch_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 128
+    """Fewer settled tokens than this wait for the next chunk, so that copies stay large; the end of
+    the prompt never waits. 0: every chunk travels by itself."""
+
     writes_in_flight: Annotated[int, Meta(ge=1, le=64)] = 2
     """Slices in flight per transfer."""
 

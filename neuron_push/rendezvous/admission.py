@@ -59,6 +59,6 @@ def admit_register(link: Link, message: Register, context: Context, now: float) 
         raise PeerError("a registration to pull names blocks to WRITE into")
     if not message.pull:
         blocks = decode_blocks(link.geometry, message.blocks, message.start, message.stop)
-    cut = cut_of(plan, link.geometry, config.slice_bytes)
+    cut = cut_of(plan, link.geometry, config.slice_bytes, config.batch_tokens)
     expires = now + min(message.patience_ms / 1000, MOST_PATIENCE)
-    return Sending(link, message, blocks, cut.grain, cut.most, now, expires)
+    return Sending(link, message, blocks, cut, now, expires)

@@ -16,10 +16,14 @@ ONE_PIECE = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Pieces end at multiples of `grain` tokens and hold `most` tokens at most."""
+    """Pieces end at multiples of `grain` tokens and hold `most` tokens at most.
+
+    Less than `least` tokens wait for more, if more are to come.
+    """
 
     grain: int
     most: int
+    least: int = 0
 
     def next(self, taken: RangeSet, start: int, stop: int, settled: int) -> tuple[int, int] | None:
         """The next piece of [start, stop) that is settled and not taken; None if there is none.
@@ -27,22 +31,29 @@ class Cut:
         Cut at multiples of the grain, so that every block travels whole and in one operation,
         except at the transfer's own ends.
         """
-        begin, end = taken.first_gap(start, min(stop, settled))
-        end = min(end, (begin + self.most) // self.grain * self.grain)
+        begin, bound = taken.first_gap(start, min(stop, settled))
+        if bound == settled < stop and bound - begin < self.least:
+            return None
+        end = min(bound, (begin + self.most) // self.grain * self.grain)
         if end < stop:
             end = end // self.grain * self.grain
         return (begin, end) if begin < end else None
 
 
-def cut_of(plan: Plan, geometry: Geometry, slice_bytes: int) -> Cut:
-    """How transfers by a plan are cut; `geometry` is the decode rank's."""
+def cut_of(plan: Plan, geometry: Geometry, slice_bytes: int, least: int = 0) -> Cut:
+    """How transfers by a plan are cut; `geometry` is the decode rank's.
+
+    `least` is what pieces should hold; no more of it is asked than they may hold.
+    """
     span = plan.stripe.span
     if isinstance(plan, StagedPlan):
-        return Cut(plan.grain, span(plan.tokens))
+        most = span(plan.tokens)
+        return Cut(plan.grain, most, min(least, most))
     if plan.grain > MOST_GRAIN:
         return Cut(ONE_PIECE, ONE_PIECE)
     most = span(slice_bytes // max(1, _bytes_per_token(geometry)))
-    return Cut(plan.grain, max(plan.grain, most // plan.grain * plan.grain))
+    most = max(plan.grain, most // plan.grain * plan.grain)
+    return Cut(plan.grain, most, min(least, most))
 
 
 def _bytes_per_token(geometry: Geometry) -> int:

@@ -22,7 +22,7 @@ pin goes when no WRITE reads its blocks and none will (promise 2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -120,8 +120,7 @@ class Sending:
     link: Link
     register: Register
     blocks: tuple[Blocks, ...]
-    grain: int  # token multiple at which the transfer may be cut
-    most: int  # tokens per WRITE
+    cut: Cut
     began: float
     expires: float
     state: SendingState = SendingState.WAITING
@@ -169,8 +168,8 @@ class Sending:
             begun = self.parted.of(1) if self.link.parts else ()  # the first part goes first
             for begin, end in (*self.posted, *asked, *begun):
                 taken.add(begin, end)
-        register, cut = self.register, Cut(self.grain, self.most)
-        return cut.next(taken, register.start, register.stop, self.source.settled)
+        register = self.register
+        return self.cut.next(taken, register.start, register.stop, self.source.settled)
 
     def next_part(self) -> tuple[int, int, int] | None:
         """The next tokens of a part of the layers: (start, stop, part), or None.
@@ -181,7 +180,7 @@ class Sending:
         if self.state is not SendingState.SENDING or source is None or register.pull:
             return None
         parts = len(self.link.parts)
-        cut = Cut(self.grain, self.most * parts)
+        cut = replace(self.cut, most=self.cut.most * parts)
         for part in range(1, parts + 1):
             taken = RangeSet()
             for low, high in (*self.posted, *self.parted.of(part)):

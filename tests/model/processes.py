@@ -27,6 +27,7 @@ CONFIG = Config(
     accelerator="cpu", lease=TIMEOUT, patience=TIMEOUT, alive_interval=STEP, silence=TIMEOUT,
     resend=0.001, resend_most=0.001, greeting_timeout=TIMEOUT, drain_timeout=TIMEOUT,
     move_timeout=TIMEOUT, rotation_interval=0.001, slice_bytes=1 << 16, writes_in_flight=2,
+    batch_tokens=0,
 )  # fmt: skip
 SHAPE = Shape()
 BLOCK = SHAPE.block_tokens

@@ -17,7 +17,7 @@ from tests.rendezvous.shapes import SEMANTICS
 CONFIG = Config(
     lease=1.0, patience=3.0, alive_interval=0.1, silence=0.6, resend=0.02, resend_most=0.2,
     greeting_timeout=0.3, drain_timeout=1.0, move_timeout=0.5, rotation_interval=0.2,
-    slice_bytes=1 << 16, writes_in_flight=2,
+    slice_bytes=1 << 16, writes_in_flight=2, batch_tokens=0,
 )  # fmt: skip
 TICK = 0.02
 

@@ -30,6 +30,7 @@ from neuron_push.protocol import (
 )
 from neuron_push.rendezvous import events as ev
 from neuron_push.rendezvous.attempt import ATTEMPT_MOVES, Attempt, AttemptState, number_of
+from neuron_push.rendezvous.cuts import Cut
 from neuron_push.rendezvous.producer import SENDING_MOVES, Sending, SendingState
 from tests.rendezvous.profiles import PROFILES
 from tests.rendezvous.scenario import run
@@ -91,7 +92,7 @@ def test_a_move_outside_the_table_is_a_defect(table):
                 machine = Attempt(None, 0.0, 0.0, state)
                 machine.command = MESSAGES[0]
             else:
-                machine = Sending(None, MESSAGES[0], (), 4, 8, 0.0, 0.0, state)
+                machine = Sending(None, MESSAGES[0], (), Cut(4, 8), 0.0, 0.0, state)
             with pytest.raises(ProtocolError):
                 machine.move(other)
 
