@@ -299,35 +299,33 @@ def test_too_many_copies_go_through_a_slab_if_that_makes_them_fewer():
     assert way_of(large, small, decode_slab=SLAB, **few).way == "unpacked"
     assert way_of(small, large, decode_slab=SLAB, **few).way == "direct"  # no fewer
     assert way_of(small, large, decode_slab=10, **few).way == "direct"  # nor with room
+    assert way_of(large, small, prefill_slab=10, **few).way == "direct"
 
 
-def test_too_many_copies_are_refused_if_a_slab_would_help_but_has_no_room():
-    """Runs that are long enough, and runs that are merely bearable."""
-    small = fleet.engine("neuron", tokens=2, blocks=[1], heads=1)
-    large = fleet.engine("neuron", tokens=64, blocks=[1], heads=1)
-    short, long = (
-        fleet.engine("neuron", tokens=tokens, blocks=[1], heads=1, width=600) for tokens in (2, 64)
-    )
-    few = {"most_copies": 1000}
-    for sides, means in (
-        ((large, small), {"min_run": 1}),
-        ((long, short), {"min_run": 1 << 13}),
-    ):
-        assert way_of(*sides, **means, **few).way == "direct"  # nobody can
-        assert way_of(*sides, decode_slab=SLAB, **means, **few).way == "unpacked"
-        assert way_of(*sides, decode_slab=10, **means).way == "direct"  # not too many
-        assert way_of(*sides, prefill_slab=10, **means, **few).way == "direct"  # no fewer
-        with pytest.raises(IncompatiblePair) as caught:
-            way_of(*sides, decode_slab=10, **means, **few)
-        text = str(caught.value)
-        assert "directly, a prompt of 32,768 tokens takes 65,536 copies, more than 1,000" in text
-        assert "decode cannot unpack: a staging slab of 10 bytes is less than the" in text
-        assert "raise staging_slab_bytes there to as much" in text
-        least = int(re.search(r"less than the (\d+) that", text)[1])
-        assert way_of(*sides, decode_slab=least, **means, **few).way == "unpacked"
-        with pytest.raises(IncompatiblePair):
-            way_of(*sides, decode_slab=least - 1, **means, **few)
-    assert way_of(small, large, decode_slab=10, **few).way == "direct"
+@pytest.mark.parametrize(
+    ("prefill", "decode", "copies"),
+    [
+        ({"layout": "neuron", "tokens": 64}, {"layout": "neuron", "tokens": 2}, "65,536"),
+        # Runs of one token, which are bearable only.
+        ({"layout": "neuron", "tokens": 64}, {"layout": "interleaved", "tokens": 4}, "131,072"),
+    ],
+)
+def test_too_many_copies_are_refused_if_a_slab_would_help_but_has_no_room(prefill, decode, copies):
+    sides = [fleet.engine(blocks=[1], heads=1, width=600, **shape) for shape in (prefill, decode)]
+    few = {"most_copies": 10_000}
+    assert way_of(*sides, **few).way == "direct"  # nobody can
+    assert way_of(*sides, decode_slab=SLAB, **few).way == "unpacked"
+    assert way_of(*sides, decode_slab=10).way == "direct"  # not too many
+    with pytest.raises(IncompatiblePair) as caught:
+        way_of(*sides, decode_slab=10, **few)
+    text = str(caught.value)
+    assert f"directly, a prompt of 32,768 tokens takes {copies} copies, more than 10,000" in text
+    assert "decode cannot unpack: a staging slab of 10 bytes is less than the" in text
+    assert "raise staging_slab_bytes there to as much" in text
+    least = int(re.search(r"less than the (\d+) that", text)[1])
+    assert way_of(*sides, decode_slab=least, **few).way == "unpacked"
+    with pytest.raises(IncompatiblePair):
+        way_of(*sides, decode_slab=least - 1, **few)
 
 
 def test_a_refusal_says_why_for_each_way():
