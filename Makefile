@@ -9,7 +9,7 @@ PY := .venv/bin/python
 # More arguments for the command: make test ARGS="-k plan", make demo ARGS="--requests 8".
 ARGS ?=
 
-.PHONY: demo test check format bench setup clean
+.PHONY: demo test check format bench bench-report setup clean
 
 demo: setup
 	$(PY) -m neuron_push.cli demo $(ARGS)
@@ -29,6 +29,10 @@ format: setup
 bench:
 	@scripts/setup --bench
 	$(PY) -m neuron_push.cli bench $(ARGS)
+
+bench-report:
+	@scripts/setup --bench
+	scripts/bench-report $(ARGS)
 
 setup:
 	@scripts/setup

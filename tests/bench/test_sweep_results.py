@@ -28,9 +28,11 @@ def test_time_per_token_is_that_of_the_tokens_after_the_first():
 
 def test_a_finished_file_keeps_vllms_fields_and_is_not_measured_again(tmp_path):
     assert not results.finished(tmp_path, RUN)
-    results.finish(json.loads(json.dumps(RAW)), own(), tmp_path / RUN.file)
+    raw = {**json.loads(json.dumps(RAW)), "tokenizer_id": "/a/machine/models/qwen3"}
+    results.finish(raw, own(), tmp_path / RUN.file)
     assert results.finished(tmp_path, RUN)
     found = json.loads((tmp_path / RUN.file).read_text())
+    assert found["tokenizer_id"] == "qwen3"  # no path of this machine
     assert found["mean_ttft_ms"] == 150.0 and "itls" not in found
     assert [path.name for path in tmp_path.iterdir()] == [RUN.file]
 

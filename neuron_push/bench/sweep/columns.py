@@ -20,6 +20,8 @@ class Kind:
     settings: Mapping[str, Any] = field(default_factory=dict)
     prefill: bool = True
     """False: decode alone."""
+    runner: str = ""
+    """Hook order of the engines; "": the fleet file's."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Column:
 
 KINDS: Final[Mapping[str, Kind]] = {
     "ours": Kind("neuron-push"),
-    "ours-layer": Kind("neuron-push", {"streaming": "layer"}),
+    # The runner that tells of layers.
+    "ours-layer": Kind("neuron-push", {"streaming": "layer"}, runner="gpu-v1"),
     "ours-off": Kind("neuron-push", {"streaming": "off"}),
     "nixl-push": Kind("vllm-push"),
     "nixl-pull": Kind("vllm-pull"),

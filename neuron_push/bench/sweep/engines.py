@@ -100,7 +100,7 @@ def _spec(spec: EngineSpec, kind: str) -> EngineSpec:
         spec = msgspec.structs.replace(spec, link=False)
     return msgspec.structs.replace(
         spec, name=f"{kind}-{spec.role}", connector=make.connector, settings=settings,
-        verify=verify, port=None, side_port=None,
+        verify=verify, runner=make.runner or spec.runner, port=None, side_port=None,
     )  # fmt: skip
 
 

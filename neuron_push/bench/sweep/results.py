@@ -77,6 +77,8 @@ def finish(raw: dict[str, Any], own: Own, target: Path) -> None:
         raw.pop(name, None)
     for key in ("ttfts", "start_times"):
         raw[key] = [round(value, 6) for value in raw.get(key, [])]
+    # Where it lies on this machine concerns nobody else.
+    raw["tokenizer_id"] = Path(str(raw.get("tokenizer_id", ""))).name
     raw["neuron_push"] = msgspec.to_builtins(own)
     scratch = target.with_suffix(".tmp")
     scratch.write_text(json.dumps(raw))
