@@ -276,7 +276,9 @@ def _warm(prefill: Rank | Child, decode: Rank | Child) -> None:
 @contextmanager
 def _environment() -> Iterator[None]:
     """What UCX, NIXL and vLLM read, set for a while."""
-    wanted = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}
+    # What vLLM logs must not stand before the report.
+    stream = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    wanted = {**ENVIRONMENT, **stream}
     missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
     try:

@@ -194,7 +194,8 @@ class Router:
         most = self.settings.limits.first_byte
         if not asked:
             return None if most is None else arrived + most
-        if not asked.isdecimal() or not 0 < int(asked) <= MOST_DEADLINE_MS:
+        digits = asked.isdecimal() and len(asked) <= len(str(MOST_DEADLINE_MS))
+        if not digits or not 0 < int(asked) <= MOST_DEADLINE_MS:
             raise bodies.BadBody(f"{DEADLINE_HEADER} is not a whole number of milliseconds")
         budget = int(asked) / 1000
         return arrived + (budget if most is None else min(budget, most))

@@ -34,6 +34,11 @@ OUTPUT_ONLY: Final = frozenset(
 )
 
 
+# How deep a body may be nested. Schemas of tools are a few dozen deep; what is much deeper could be
+# read and then not be written again within the interpreter's recursion limit.
+MOST_NESTED: Final = 256
+
+
 class BadBody(ValueError):
     """The client's body cannot be dispatched; the text says why."""
 
@@ -51,7 +56,19 @@ def parse(raw: bytes) -> Body:
     if not isinstance(body, dict):
         raise BadBody(f"the body must be a JSON object, not {type(body).__name__}")
     body.pop("kv_transfer_params", None)
+    if raw.count(b"[") + raw.count(b"{") > MOST_NESTED:
+        _check_depth(body)
     return body
+
+
+def _check_depth(body: Body) -> None:
+    level: list[Any] = [body]
+    for _ in range(MOST_NESTED):
+        values = (v for each in level for v in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise BadBody(f"the body is nested deeper than {MOST_NESTED} levels")
 
 
 def new_transfer_id() -> str:

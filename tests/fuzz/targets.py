@@ -20,6 +20,7 @@ from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous import events as ev
 from neuron_push.router import bodies
 from neuron_push.vllm import params
+from tests.fuzz import http
 from tests.fuzz.loop import JSON, MSGPACK, read
 from tests.model.freeze import Key
 from tests.rendezvous.net import Faults
@@ -134,6 +135,7 @@ TARGETS = {
     "side_channel": (side_channel, MSGPACK),
     "parameters": (parameters, JSON),
     "router": (router, JSON),
+    "http": (http.http, JSON),
 }
 
 
@@ -169,4 +171,5 @@ def seeds() -> dict[str, list[bytes]]:
     return {
         "notification": frames, "peer": frames, "side_channel": [encode(hello)],
         "parameters": [json(decode), json(prefill)], "router": [json(body), json(answer)],
+        "http": http.seeds(),
     }  # fmt: skip

@@ -112,3 +112,17 @@ def test_the_reason_is_found_in_an_error_body(raw, reason):
 def test_a_prefill_answer_is_checked(raw, trouble):
     found = bodies.unfinished_prefill(raw)
     assert found is None if trouble is None else trouble in found
+
+
+@pytest.mark.parametrize("deep", [50, 1000, 5000])
+def test_a_body_can_be_read_and_written_again_or_is_refused_in_words(deep):
+    raw = b'{"prompt": "p", "x": ' + b"[" * deep + b"]" * deep + b"}"
+    if deep < bodies.MOST_NESTED:
+        assert bodies.local_body(bodies.parse(raw)) == raw.replace(b": ", b":").replace(b", ", b",")
+    else:
+        with pytest.raises(bodies.BadBody, match=r"nested|recursion"):
+            bodies.parse(raw)
+
+
+def test_many_brackets_beside_each_other_are_not_deep():
+    assert bodies.parse(b'{"prompt": "' + b"[{" * 500 + b'", "x": [' + b"[]," * 500 + b"1]}")
