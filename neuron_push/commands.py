@@ -10,20 +10,28 @@ On the way to the thread commands are packed (`encode`): the engine's main loop 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import pack
 from typing import Literal
 
 import msgspec
 
+from neuron_push.prompts import Prompt, match_of
 from neuron_push.protocol import Address, Match
+
+_ids: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])
+_encoder = msgspec.msgpack.Encoder()
 
 # Per KV group, block ids in token order, as `pack_ids` writes them.
 GroupBlocks = tuple[bytes, ...]
 
 
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Block ids as int32 of this machine: they travel without an object per block."""
-    return pack(f"{len(ids)}i", *ids)
+def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
+    """Block ids as bytes: main loops pass them on without an object per block."""
+    return _encoder.encode(ids)
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """What `pack_ids` wrote; nothing for an empty payload."""
+    return _ids.decode(packed) if packed else []
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -130,20 +138,38 @@ class Retire(_Record, frozen=True):
     pin: int = -1
 
 
+class Unnamed(_Record, frozen=True):
+    """A command whose match is still to be made of the prompt's name, which takes time."""
+
+    prompt: Prompt
+    command: Offer | Receive
+
+    def named(self) -> Offer | Receive:
+        """The command with its match."""
+        return msgspec.structs.replace(self.command, match=match_of(self.prompt))
+
+
+# Stands in a command until it is named.
+NO_MATCH = Match("", "", b"", 0)
+
 Command = Receive | Abandon | Offer | Near | Compute | Layers | Settle | Retire
+Sent = Command | Unnamed
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Command])
+_decoder = msgspec.msgpack.Decoder(list[Sent])
 
 
-def encode(commands: Sequence[Command]) -> bytes:
+def encode(commands: Sequence[Sent]) -> bytes:
     """Commands as `TransferThread.submit` takes them."""
     return _encoder.encode(commands)
 
 
 def decode(payload: bytes) -> list[Command]:
     """What `encode` wrote; nothing for an empty payload."""
-    return _decoder.decode(payload) if payload else []
+    if not payload:
+        return []
+    return [
+        each.named() if isinstance(each, Unnamed) else each for each in _decoder.decode(payload)
+    ]
 
 
 class Received(_Record, frozen=True):

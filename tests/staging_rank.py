@@ -112,7 +112,7 @@ class _Commands:
         """Blocks number first to stop, and the state's with those from 0 on: firsts, packed ids."""
         from neuron_push.commands import pack_ids
 
-        firsts, ids = (first,), (pack_ids(self.engine.blocks[first:stop]),)
+        firsts, ids = (first,), (pack_ids(list(self.engine.blocks[first:stop])),)
         if self.states:
             begun = int(first > 0)
             return (*firsts, begun), (*ids, pack_ids([self.state][begun:]))
@@ -155,7 +155,7 @@ class _Commands:
         """The same blocks, as the prompt of each match."""
         from neuron_push.commands import Offer, Retire, Settle, encode, pack_ids
 
-        blocks = pack_ids(self.engine.blocks)
+        blocks = pack_ids(list(self.engine.blocks))
         for number, match in enumerate(matches, 1):
             settle = Settle(number, match.tokens, (0,), (blocks,), 1000 + number, True)
             self.thread.submit(encode([Offer(number, f"p{number}", match), settle]))
@@ -166,7 +166,7 @@ class _Commands:
         from neuron_push.commands import Receive, encode, pack_ids
 
         self.watch()
-        blocks = pack_ids(self.engine.blocks)
+        blocks = pack_ids(list(self.engine.blocks))
         self.thread.submit(encode([
             Receive(number, f"r{number}", address, "", match, 0, match.tokens, (0,), (blocks,),
                     2000 + number, 60)

@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "efa",
             "protocol",
             "commands",
+            "prompts",
             "transform",
             "accelerator",
             "processes",

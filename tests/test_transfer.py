@@ -265,7 +265,7 @@ def test_a_slow_link_never_makes_prefills_loop_wait(monkeypatch: pytest.MonkeyPa
         crawling = linked(factory(("UCX",)), _Crawl())  # type: ignore[arg-type]
         prefill = build(stack, "P", "producer", Config(), transport=crawling)
         decode = build(stack, "D", "consumer", Config())
-        blocks = (pack_ids(range(1, BLOCKS)),)
+        blocks = (pack_ids(list(range(1, BLOCKS))),)
         decode.thread.submit(encode([receive(prefill, match=match, stop=tokens, blocks=blocks)]))
         prefill.thread.submit(encode([Offer(1, "p", match)]))
         until(lambda: bool(prefill.thread._core.producer.sendings))

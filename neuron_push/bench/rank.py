@@ -160,7 +160,7 @@ class Rank:
         number = next(self._numbers)
         return Receive(
             number, name, prefill, engine, _match(name, len(blocks)), 0, len(blocks) * TOKENS,
-            (0,), (pack_ids(blocks),), number, patience, hold,
+            (0,), (pack_ids(list(blocks)),), number, patience, hold,
         )  # fmt: skip
 
     def abandon(self, number: int, reason: str = "the client left") -> None:
@@ -265,10 +265,8 @@ class Rank:
 
     def _settle(self, number: int, begin: int, end: int) -> None:
         _, blocks = self._prompts[number]
-        last = end == len(blocks)
-        commands: list[Command] = [
-            Settle(number, end * TOKENS, (begin,), (pack_ids(blocks[begin:end]),), number, last)
-        ]
+        last, packed = end == len(blocks), pack_ids(list(blocks[begin:end]))
+        commands: list[Command] = [Settle(number, end * TOKENS, (begin,), (packed,), number, last)]
         if last:
             commands.append(Retire(number, "finished"))
         self.thread.submit(encode(commands))

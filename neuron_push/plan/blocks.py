@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from neuron_push.commands import unpack_ids
 from neuron_push.errors import PlanError
 from neuron_push.geometry import Group
 
@@ -34,8 +35,8 @@ class Blocks:
 
     @classmethod
     def unpack(cls, first: int, packed: bytes) -> Blocks:
-        """Of ids packed as int32 of this machine."""
-        return cls(first, np.frombuffer(packed, np.int32))
+        """Of packed ids (`commands.pack_ids`)."""
+        return cls(first, np.array(unpack_ids(packed), np.int32))
 
 
 def encode_runs(ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from neuron_push.commands import Abandon, Command, Receive, pack_ids
+from msgspec.structs import replace
+
+from neuron_push.commands import NO_MATCH, Abandon, Receive, Sent, Unnamed, pack_ids
+from neuron_push.prompts import Prompt
 from neuron_push.protocol import Match
 from neuron_push.vllm.compat import FAILS_BY_REQUEST
 from neuron_push.vllm.metadata import Rejection
@@ -33,7 +36,7 @@ class Decode:
     """A request whose prompt another engine computes, or one that must fail."""
 
     leg: DecodeLeg | None
-    match: Match | None
+    match: Match | Prompt | None
     reject: str = ""  # why it must fail
     computed: int = 0  # tokens found in the local prefix cache
     attempt: int = 0  # 0: not registered
@@ -46,7 +49,7 @@ class Decodes:
 
     def __init__(
         self,
-        commands: list[Command],
+        commands: list[Sent],
         rejected: list[Rejection],
         sizes: Sequence[int],
         *,
@@ -66,7 +69,7 @@ class Decodes:
         # Newest transfers' pins, which outlive their requests; for routers that ask.
         self._pins_of: dict[str, list[int]] = {}
 
-    def begin(self, request: Request, leg: DecodeLeg, match: Match) -> None:
+    def begin(self, request: Request, leg: DecodeLeg, match: Match | Prompt) -> None:
         """A new request is a decode leg."""
         self._waiting[request.request_id] = Decode(leg, match)
 
@@ -108,20 +111,28 @@ class Decodes:
         if decode.reject:
             self._fail(decode, request.request_id, wanted[0])
             return
+        packed = tuple([pack_ids(ids) for ids in wanted])
         decode.pin = pins.new()
-        for ids in wanted:
-            pins.promise(decode.pin, ids)
+        for ids, told in zip(wanted, packed, strict=True):
+            pins.promise(decode.pin, ids, told)
         self._remember_pin(decode)
         decode.attempt = next(self._attempts)
         leg, match = decode.leg, decode.match
         assert leg is not None and match is not None
-        self._commands.append(
+        self._register(
+            match,
             Receive(
-                decode.attempt, request.request_id, leg.prefill, leg.engine, match, start, stop,
-                first, tuple([pack_ids(ids) for ids in wanted]), decode.pin,
-                leg.patience or self._patience, self._hold_failure, leg.pull,
-            )
+                decode.attempt, request.request_id, leg.prefill, leg.engine, NO_MATCH, start, stop,
+                first, packed, decode.pin, leg.patience or self._patience, self._hold_failure,
+                leg.pull,
+            ),
         )  # fmt: skip
+
+    def _register(self, match: Match | Prompt, command: Receive) -> None:
+        if isinstance(match, Prompt):
+            self._commands.append(Unnamed(match, command))
+        else:
+            self._commands.append(replace(command, match=match))
 
     def pins_of(self, transfer: str) -> list[int]:
         """Pins of a transfer's prompts, if that is among the newest. Any thread may ask."""
@@ -165,11 +176,12 @@ class Decodes:
         if leg is None or match is None:
             return
         none = (b"",) * len(self._sizes)
-        self._commands.append(
+        self._register(
+            match,
             Receive(
-                next(self._attempts), name, leg.prefill, leg.engine, match, 0, 0,
+                next(self._attempts), name, leg.prefill, leg.engine, NO_MATCH, 0, 0,
                 (0,) * len(none), none, -1, DECLINE_PATIENCE,
-            )
+            ),
         )  # fmt: skip
 
     def _fail(self, decode: Decode, name: str, ids: list[int]) -> None:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from neuron_push import prompts
 from neuron_push.geometry import Semantics
+from neuron_push.prompts import Prompt
 from neuron_push.protocol import Match
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-# vLLM numbers the samples of a request that asks for several, in front, and appends a dash and
-# eight hex digits to each request id.
-_SAMPLE = re.compile(r"^\d+_")
-_HEX = frozenset("0123456789abcdef")
 
 # Model configuration that decides what the KV bytes mean.
 _MODEL_FIELDS = (
@@ -31,47 +26,35 @@ _MODEL_FIELDS = (
 _HEAD, _TAIL, _SPREAD = 16, 16, 16
 
 
-def base_id(request: str) -> str:
-    """A request id without its engine's random suffix and without the number of a sample."""
-    base = _without_suffix(request)
-    return _SAMPLE.sub("", base) if base[:1].isdecimal() else base
+def prompt_of(request: Request, transfer: str, counterpart: str = "") -> Prompt:
+    """What tells a request's prompt from others.
 
-
-def _without_suffix(request: str) -> str:
-    head, dash, tail = request.rpartition("-")
-    return head if dash and len(tail) == 8 and _HEX.issuperset(tail) else request
+    `counterpart` is the other engine's request id where the router passed it on. Without a
+    router's id the request id decides, which clients may repeat; then the whole prompt is told.
+    With one, a sample guards against mistakes and costs a few microseconds.
+    """
+    tokens: Sequence[int] = request.prompt_token_ids or ()
+    also: tuple[str, ...] = ()
+    if request.mm_features or request.lora_request is not None:
+        also = tuple([str(feature.identifier) for feature in request.mm_features or ()])
+        if request.lora_request is not None:
+            also += (request.lora_request.lora_name,)
+    return Prompt(
+        request.request_id, transfer, counterpart, request.num_prompt_tokens,
+        _sample(tokens) if transfer else tokens, also,
+    )  # fmt: skip
 
 
 def match_of(request: Request, transfer: str, counterpart: str = "") -> Match:
-    """How the two legs of a request find each other.
-
-    `counterpart` is the other engine's request id where the router passed it on. Without a
-    router's id the request id decides, which clients may repeat; then the whole prompt is
-    digested. With one, a sample guards against mistakes and costs a few microseconds.
-    """
-    base = base_id(request.request_id)
-    if transfer:
-        # A completion request with several prompts becomes several requests, numbered.
-        head, _, index = base.rpartition("-")
-        if index.isdecimal() and head.startswith("cmpl-"):
-            transfer = f"{transfer}#{index}"
-    elif _without_suffix(counterpart) != counterpart:
-        base = base_id(counterpart)
-    tokens: Sequence[int] = request.prompt_token_ids or ()
-    sample = array("q", _sample(tokens) if transfer else tokens)
-    digest = hashlib.blake2b(sample, digest_size=16)
-    for feature in request.mm_features or ():
-        digest.update(str(feature.identifier).encode())
-    if request.lora_request is not None:
-        digest.update(request.lora_request.lora_name.encode())
-    return Match(transfer, base, digest.digest(), request.num_prompt_tokens)
+    """How the two legs of a request find each other."""
+    return prompts.match_of(prompt_of(request, transfer, counterpart))
 
 
-def _sample(tokens: Sequence[int]) -> list[int]:
+def _sample(tokens: Sequence[int]) -> Sequence[int]:
     """The ends of a prompt and some tokens between."""
     count = len(tokens)
     if count <= _HEAD + _TAIL + _SPREAD:
-        return list(tokens)
+        return tokens
     step = max(1, (count - _HEAD - _TAIL) // _SPREAD)
     return [*tokens[:_HEAD], *tokens[_HEAD:-_TAIL:step], *tokens[-_TAIL:]]
 

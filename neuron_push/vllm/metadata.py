@@ -14,7 +14,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from neuron_push.commands import Command, Compute, Receive, Retire, Settle, decode, encode
+from neuron_push.commands import (
+    Command,
+    Compute,
+    Receive,
+    Retire,
+    Sent,
+    Settle,
+    Unnamed,
+    decode,
+    encode,
+)
 
 # (request, reason, block ids): a load that fails at once. The block ids are for vLLM versions
 # that are told of a failure by block, and whose models then have one group of them.
@@ -60,8 +70,8 @@ class StepMeta(KVConnectorMetadata):
     @classmethod
     def pack(
         cls,
-        now: Sequence[Command],
-        due: Sequence[Command],
+        now: Sequence[Sent],
+        due: Sequence[Sent],
         rejected: Sequence[Rejection] = (),
         handed: Sequence[tuple[int, str]] = (),
         *,
@@ -72,8 +82,9 @@ class StepMeta(KVConnectorMetadata):
         meta = cls()
         if now:
             meta.now = encode(now)
+            plain = [c.command if isinstance(c, Unnamed) else c for c in now]
             meta.attempts = tuple(
-                [c.attempt for c in now if isinstance(c, Receive) and c.start < c.stop]
+                [c.attempt for c in plain if isinstance(c, Receive) and c.start < c.stop]
             )
         if due:
             meta.due = encode(due)

@@ -16,6 +16,8 @@ from operator import itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from neuron_push.commands import unpack_ids
+
 # How soon after the end of a transfer its blocks are expected back. A peer that is slower than
 # this is not worth waiting for: vLLM preempts instead.
 SOON = 0.2
@@ -32,9 +34,14 @@ class Pin:
     since: float
     ended: float = 0.0  # when the transfer was over but for what is in flight
     size: int = 0  # blocks promised or held
-    ids: list[int] = field(default_factory=list)  # promised, not held
-    blocks: list[KVCacheBlock] = field(default_factory=list)  # held
-    quiet: set[int] = field(default_factory=set)
+    promised: list[bytes] = field(default_factory=list)  # packed ids, not held
+    blocks: Sequence[KVCacheBlock] = ()  # held
+    quiet: frozenset[int] = frozenset()
+
+    @property
+    def ids(self) -> list[int]:
+        """Blocks promised and not held."""
+        return [block for packed in self.promised for block in unpack_ids(packed)]
 
 
 class Pins:
@@ -56,32 +63,33 @@ class Pins:
         self._pins[self._next] = Pin(monotonic())
         return self._next
 
-    def promise(self, number: int, ids: Sequence[int]) -> None:
+    def promise(self, number: int, ids: Sequence[int], packed: bytes) -> None:
         """Name blocks that vLLM holds for now; `hold` takes references before it lets go.
 
+        `packed` are the ids as they travel, kept because nobody needs to touch each of them then.
         A pin that every rank has let go of already takes no more.
         """
         pin = self._pins.get(number)
-        if pin is not None:
-            pin.ids.extend(ids)
+        if pin is not None and ids:
+            pin.promised.append(packed)
             # Holes are at the front of a table.
-            size = len(ids) if not ids or ids[0] else len(ids) - ids.count(0)
+            size = len(ids) if ids[0] else len(ids) - ids.count(0)
             pin.size += size
             self.blocks += size
 
     def promised(self, number: int) -> bool:
         """Whether vLLM's own references are needed, and no rank has let go yet."""
         pin = self._pins.get(number)
-        return pin is not None and bool(pin.ids) and not pin.quiet
+        return pin is not None and bool(pin.promised) and not pin.quiet
 
     def hold(self, number: int) -> None:
         """Take the promised references, unless the pin is gone; null blocks (id 0) need none."""
         pin = self._pins.get(number)
-        if pin is not None and pin.ids:
+        if pin is not None and pin.promised:
             blocks = self._find(pin.ids)
             self._pool.touch(blocks)
-            pin.blocks += blocks
-            pin.ids = []
+            pin.blocks = [*pin.blocks, *blocks]
+            pin.promised = []
 
     def _find(self, ids: Sequence[int]) -> list[KVCacheBlock]:
         table = self._pool.blocks
@@ -105,7 +113,7 @@ class Pins:
         pin = self._pins.get(number)
         if pin is None:
             return
-        pin.quiet.add(rank)
+        pin.quiet |= {rank}
         if len(pin.quiet) >= self._world:
             self.drop(number)
 
@@ -119,7 +127,7 @@ class Pins:
     def held(self, number: int) -> int:
         """Blocks under a pin; 0 for one that is gone. Any thread may ask."""
         pin = self._pins.get(number)
-        return len(pin.blocks) + len(pin.ids) if pin is not None else 0
+        return pin.size if pin is not None else 0
 
     def oldest_age(self) -> float:
         """Age in seconds of the oldest pin; 0 if there is none."""

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
-from neuron_push.commands import Command, Compute, Near, Offer, Retire, Settle, pack_ids
+from neuron_push.commands import (
+    NO_MATCH,
+    Compute,
+    Near,
+    Offer,
+    Retire,
+    Sent,
+    Settle,
+    Unnamed,
+    pack_ids,
+)
+from neuron_push.prompts import Prompt
 from neuron_push.protocol import Match
 from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.pins import Pins
@@ -26,7 +37,7 @@ class Prefill:
     """A prompt computed here for another engine."""
 
     request: Request
-    match: Match
+    match: Match | Prompt
     tokens: int  # that are computed here: the prompt, less what decode must compute itself
     source: int = 0
     pin: int = -1  # -1: nothing settled
@@ -43,8 +54,8 @@ class Prefills:
 
     def __init__(
         self,
-        commands: list[Command],
-        due: list[Command],
+        commands: list[Sent],
+        due: list[Sent],
         handed: list[tuple[int, str]],
         sizes: Sequence[int],
         custody: Custody,
@@ -71,7 +82,7 @@ class Prefills:
     def __bool__(self) -> bool:
         return bool(self._running)
 
-    def begin(self, request: Request, match: Match) -> None:
+    def begin(self, request: Request, match: Match | Prompt) -> None:
         """A new request is a prefill leg."""
         shorten(request, self._backoff)
         tokens = request.num_prompt_tokens
@@ -172,7 +183,11 @@ class Prefills:
         prefill.pin, prefill.settled = -1, 0
         prefill.given = [0] * len(self._sizes)
         prefill.fresh = [[] for _ in self._sizes]
-        self._commands.append(Offer(prefill.source, prefill.request.request_id, prefill.match))
+        name, match = prefill.request.request_id, prefill.match
+        if isinstance(match, Prompt):
+            self._commands.append(Unnamed(match, Offer(prefill.source, name, NO_MATCH)))
+        else:
+            self._commands.append(Offer(prefill.source, name, match))
 
     def _retire(
         self, prefill: Prefill, outcome: Literal["preempted", "ended"], reason: str, pins: Pins
@@ -198,8 +213,9 @@ class Prefills:
             if len(ids) > count:
                 ids = ids[:count]
             given[group] += len(ids)
-            pins.promise(prefill.pin, ids)
-            packed.append(pack_ids(ids))
+            told = pack_ids(ids)
+            pins.promise(prefill.pin, ids, told)
+            packed.append(told)
         prefill.settled = stop
         if last:
             self._commands.append(Near(prefill.source))

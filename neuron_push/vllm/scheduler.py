@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
-from neuron_push.commands import Command
+from neuron_push.commands import Sent
 from neuron_push.config import Config
-from neuron_push.protocol import EngineInfo
+from neuron_push.prompts import Prompt, match_of
+from neuron_push.protocol import EngineInfo, Match
 from neuron_push.sidechannel import Keyring, Listener
 from neuron_push.tracing import Ring
 from neuron_push.versions import check as check_versions
@@ -64,8 +65,8 @@ class SchedulerHalf:
         self._semantics = identity.semantics(vllm_config, kinds)
         self._parallel = parallel
         self._pins: Pins | None = None
-        self._commands: list[Command] = []
-        self._due: list[Command] = []  # wait for the step's settle point
+        self._commands: list[Sent] = []
+        self._due: list[Sent] = []  # wait for the step's settle point
         self._rejected: list[Rejection] = []
         self._handed: list[tuple[int, str]] = []
         self._custody = Custody(vllm_config, kv_config)
@@ -92,6 +93,15 @@ class SchedulerHalf:
             self._holds, ring, Keyring.of(config.side_channel_keys),
         )  # fmt: skip
         self._address = self._listener.address
+        self._here = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine,
+            "remote_host": self._address.host,
+            "remote_port": self._address.port,
+            "tp_size": parallel.tensor_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+        }
         logger.info(
             "neuron-push: engine %s (%s) answers at %s:%d", self._engine, self._role,
             self._address.host, self._address.port,
@@ -130,14 +140,19 @@ class SchedulerHalf:
             self._decodes.reject(request, str(error))
             return
         if isinstance(leg, PrefillLeg):
-            self._prefills.begin(request, identity.match_of(request, leg.transfer))
+            self._prefills.begin(request, self._name(request, leg.transfer))
             if leg.pull:
                 self._lends.add(request.request_id)
             self._arrived(request, leg.transfer, "prefill")
         elif isinstance(leg, DecodeLeg):
-            match = identity.match_of(request, leg.transfer, leg.request)
-            self._decodes.begin(request, leg, match)
+            self._decodes.begin(request, leg, self._name(request, leg.transfer, leg.request))
             self._arrived(request, leg.transfer, "decode")
+
+    @staticmethod
+    def _name(request: Request, transfer: str, counterpart: str = "") -> Match | Prompt:
+        """A sample of the prompt travels; a whole prompt is digested here, as it is large."""
+        prompt = identity.prompt_of(request, transfer, counterpart)
+        return prompt if transfer else match_of(prompt)
 
     def _arrived(self, request: Request, transfer: str, leg: Literal["prefill", "decode"]) -> None:
         if self._moments is not None:
@@ -179,15 +194,9 @@ class SchedulerHalf:
     def _coordinates(self, request: Request, blocks: Sequence[list[int]] | None) -> dict[str, Any]:
         """Where a decode engine finds the prompt, in the words of vLLM's connectors."""
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            **self._here,
             "remote_block_ids": None if blocks is None else list(blocks),
-            "remote_engine_id": self._engine,
             "remote_request_id": request.request_id,
-            "remote_host": self._address.host,
-            "remote_port": self._address.port,
-            "tp_size": self._parallel.tensor_parallel_size,
-            "pp_size": self._parallel.pipeline_parallel_size,
             "transfer_id": (request.kv_transfer_params or {}).get("transfer_id"),
             "transfer_mode": "push" if blocks is None else "pull",
         }

@@ -29,6 +29,7 @@ from neuron_push.commands import (
     Unpinned,
     decode,
     encode,
+    unpack_ids,
 )
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError, DeadlineExceeded
@@ -384,7 +385,7 @@ def _receive(packed: bytes, attempt: int) -> Receive:
 
 def _rejection(command: Receive, reason: str) -> Rejection:
     """The end of an attempt. A vLLM that is told of failures by block has one group of blocks."""
-    return command.request, reason, tuple(memoryview(command.blocks[0]).cast("i"))
+    return command.request, reason, tuple(unpack_ids(command.blocks[0]))
 
 
 __all__ = ["WorkerHalf"]

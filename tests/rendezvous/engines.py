@@ -151,7 +151,7 @@ class Engine:
         self.attempts[number] = attempt
         self.command(
             Receive(number, f"r{number}", Address(prefill, 0), "", match, start, match.tokens,
-                    (first,), (pack_ids(blocks),), number if blocks else -1, patience, hold,
+                    (first,), (pack_ids(list(blocks)),), number if blocks else -1, patience, hold,
                     pull=pull and bool(blocks))
         )  # fmt: skip
         return attempt
@@ -201,7 +201,7 @@ class Engine:
         pin.blocks += blocks
         for index, block in enumerate(pin.blocks):
             self.memory[block] = (prompt, index, min(size, stop - index * size))
-        self.command(Settle(source, stop, (first,), (pack_ids(blocks),), source, last))
+        self.command(Settle(source, stop, (first,), (pack_ids(list(blocks)),), source, last))
         return True
 
     def settle_by_layers(self, source: int, prompt: str, old: int, stop: int, *, last: bool, then):
@@ -217,7 +217,7 @@ class Engine:
         pin = self.pins.setdefault(source, Pin(len(self.processes)))
         pin.blocks += blocks
         parts = len(parts_of(self.shape.geometry(0)))
-        self.command(Compute(source, stop, (first,), (pack_ids(blocks),), source, source))
+        self.command(Compute(source, stop, (first,), (pack_ids(list(blocks)),), source, source))
 
         def reach(part):
             if not self.up or source in self.retired:

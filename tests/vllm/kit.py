@@ -36,7 +36,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from neuron_push.commands import Receive, Settle
+from neuron_push.commands import Receive, Settle, unpack_ids
 from neuron_push.vllm import compat
 from neuron_push.vllm.metadata import WorkerMeta
 
@@ -263,7 +263,3 @@ def preempt_all(engine: Engine) -> None:
     """Between two steps, as a reset does, which also reports that held blocks stay cached."""
     with contextlib.suppress(RuntimeError):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-
-
-def unpack_ids(packed: bytes) -> list[int]:
-    return list(memoryview(packed).cast("i"))

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from neuron_push import prompts
 from neuron_push.vllm import identity
 from tests.vllm.kit import cache_config, engine_config
 
@@ -36,7 +37,7 @@ def request(name="cmpl-7-0-00aabbcc", tokens=range(200), features=(), lora=None)
     ],
 )
 def test_the_suffix_of_an_engine_is_left_off(name, base):
-    assert identity.base_id(name) == base
+    assert prompts.base_id(name) == base
 
 
 def test_prompts_of_one_batch_stay_apart():

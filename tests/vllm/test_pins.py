@@ -1,10 +1,9 @@
 """Pins against vLLM's own block pool."""
 
-from array import array
-
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
+from neuron_push.commands import pack_ids
 from neuron_push.vllm import pins as module
 from neuron_push.vllm.pins import Pins
 
@@ -20,7 +19,7 @@ def take(pool, number):
 
 
 def hold(pins, number, ids):
-    pins.promise(number, array("i", ids))
+    pins.promise(number, ids, pack_ids(ids))
     pins.hold(number)
 
 
@@ -127,8 +126,8 @@ def test_promised_blocks_are_held_when_vllm_is_about_to_let_go(pool):
     blocks, ids = take(pool, 4)
     free = pool.get_num_free_blocks()
     kept, quiet = pins.new(), pins.new()
-    pins.promise(kept, array("i", [0, *ids[:2]]))
-    pins.promise(quiet, array("i", ids[2:]))
+    pins.promise(kept, [0, *ids[:2]], pack_ids([0, *ids[:2]]))
+    pins.promise(quiet, ids[2:], pack_ids(ids[2:]))
     assert pins.blocks == 4
     assert all(block.ref_cnt == 1 for block in blocks)
     pins.quiet(quiet, 0)

@@ -4,11 +4,11 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from neuron_push.commands import Abandon, Compute, Near, Offer, Receive, Retire, Settle
+from neuron_push.commands import Abandon, Compute, Near, Offer, Receive, Retire, Settle, unpack_ids
 from neuron_push.protocol import Address
 from neuron_push.vllm import compat
 from neuron_push.vllm.decodes import DECLINE_PATIENCE
-from tests.vllm.kit import BLOCK, DECODE, PREFILL, Engine, of_kind, preempt_all, unpack_ids
+from tests.vllm.kit import BLOCK, DECODE, PREFILL, Engine, of_kind, preempt_all
 
 
 @pytest.fixture
