@@ -3,6 +3,9 @@
 One rank of an imagined engine pair, Neuron pages on one side and interleaved ones on the other,
 moves a prompt through one slab, piece by piece, as transfers do. The baseline copies the same
 bytes between the same pages and the same slab, without changing their order.
+
+What a prompt takes besides its pages is measured too: the most that the process had resident while
+it moved through a slab that nobody had touched, which is to be the slab and little else.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ LAYERS: Final = 64
 CHANNELS: Final = 128
 ELEMENT: Final = 2
 TOKENS: Final = {"neuron": 32, "interleaved": 16}  # per block
+# Beside the slab, for addresses of one piece's rows: a share of it.
+SPARE: Final = 0.1
 TARGET: Final = {"contiguous": 0.7, "fragmented": 0.35}
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -77,9 +82,12 @@ def run(json: bool, *, tokens: int, repeat: int, slab: int) -> dict[str, Any]:
 
 
 def _line(name: str, case: dict[str, Any]) -> str:
+    peak = case["peak_bytes"]
+    memory = "not measured" if peak is None else f"{peak / 2**20:.1f} MiB"
     return (
         f"{name:<46} {case['bytes'] >> 20} MiB  {case['gib_per_s']:.1f} GiB/s, memcpy "
-        f"{case['memcpy_gib_per_s']:.1f}  {case['ratio']:.2f}x  "
+        f"{case['memcpy_gib_per_s']:.1f}  {case['ratio']:.2f}x  slab of "
+        f"{case['slab_bytes'] / 2**20:.1f} MiB, peak {memory}  "
         f"{'ok' if case['within_target'] else 'BELOW TARGET'}"
     )
 
@@ -144,11 +152,13 @@ def _case(
     lists = prefill.blocks, decode.blocks
     mover = HostMover()
 
-    def transform(piece: tuple[int, int]) -> None:
-        mover.move(plan.rows(*piece, *lists, area.ctypes.data))
+    def transform(piece: tuple[int, int], slab: Bytes = area) -> None:
+        mover.move(plan.rows(*piece, *lists, slab.ctypes.data))
 
     pages = prefill if way == "packed" else decode
     took, memcpy = _best((transform, _baseline(plan, pages, area)), pieces, repeat)
+    untouched = np.frombuffer(mmap.mmap(-1, plan.slab_bytes), np.uint8)
+    peak = _grown(lambda: [transform(piece, untouched) for piece in pieces])
     nbytes = LAYERS * 2 * CHANNELS * ELEMENT * tokens
     return {
         "bytes": nbytes,
@@ -158,8 +168,29 @@ def _case(
         "gib_per_s": nbytes / took / 2**30,
         "memcpy_gib_per_s": nbytes / memcpy / 2**30,
         "ratio": memcpy / took,
-        "within_target": memcpy / took >= TARGET[order],
+        "slab_bytes": plan.slab_bytes,
+        "peak_bytes": peak,
+        "within_target": memcpy / took >= TARGET[order]
+        and (peak is None or peak <= plan.slab_bytes * (1 + SPARE)),
     }
+
+
+def _grown(call: Callable[[], object]) -> int | None:
+    """The most bytes resident during a call beyond those before; None where Linux does not say."""
+    try:
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")  # the peak is what is resident now
+        before = _status("VmRSS")
+        call()
+        return _status("VmHWM") - before
+    except OSError:
+        return None
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(field))
+    return int(line.split()[1]) << 10
 
 
 def _baseline(plan: StagedPlan, pool: Pool, area: Bytes) -> Callable[[tuple[int, int]], None]:
