@@ -91,6 +91,12 @@ def test_every_wanted_element_arrives_once_by_either_way(form, case):
     assert all(plan.slab_bytes <= slab for plan, _ in done)
 
 
+@pytest.mark.parametrize("way", ["packed", "unpacked"])
+def test_an_opaque_page_in_which_a_prompt_ends_is_copied_once(form, way):
+    prefill, decode = (fleet.engine("amx", tokens=16, blocks=[2, 1]) for _ in "pd")
+    moved(prefill, decode, 0, 28, by(way))
+
+
 def test_a_full_slab_of_parts_that_step_unlike_is_in_order():
     """One token per page of `vec`: rows of K and V are alike in length, and in nothing else."""
     shape = {"tokens": 1, "blocks": list(range(1, 9)), "heads": 4, "layers": 3, "width": 5}

@@ -169,7 +169,9 @@ class Rearrangement:
             # Parts that are unlike are walked page by page, which is not the order of the slab.
             in_order = len(image) == len(np.unique(image // span))
             dense = in_order and unit * image.size == self.image.page_bytes
-            bundles = tuple(_bundles(lanes[key], step, self.geometry.element_bytes))
+            bundles = tuple(
+                _bundles(lanes[key], step, self.image.page_tokens, self.geometry.element_bytes)
+            )
             yield RowTable(unit, align, part, image, layout, column, chunk, dense, bundles)
 
     def _of_lane(self, lane: Lane, step: int) -> tuple[int, Ints, Ints, Ints]:
@@ -226,16 +228,17 @@ def _image(table: RowTable, places: Ints, chosen: slice | Ints) -> Ints:
     return found
 
 
-def _bundles(lanes: Sequence[Lane], step: int, element: int) -> Iterator[Bundle]:
+def _bundles(lanes: Sequence[Lane], step: int, page_tokens: int, element: int) -> Iterator[Bundle]:
     """Lanes in the order of the image, those together that step alike."""
     alike: dict[Bundle, list[Lattice]] = {}
     for lane in sorted(lanes, key=lambda lane: lane.image):
         image, layout = lane.image_plane, lane.layout_plane
-        unit, inner = layout.page_bytes, tuple[Axis, ...]()
+        # A page that is opaque goes once, however many chunks of it are wanted.
+        chunk, unit, inner = page_tokens, layout.page_bytes, tuple[Axis, ...]()
         if not layout.interior:
-            unit, inner = _inner(image, layout, step, element)
+            chunk, (unit, inner) = step, _inner(image, layout, step, element)
         steps = image.page, image.token, layout.page, layout.token
-        bundle = Bundle(unit, step, *steps, inner, ())
+        bundle = Bundle(unit, chunk, *steps, inner, ())
         alike.setdefault(bundle, []).append(Lattice(lane.image, lane.layout, ()))
     for bundle, places in alike.items():
         yield bundle._replace(lanes=tuple(fold(places)))
