@@ -154,6 +154,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `kv_load_failure_policy`. Set it on both engines. Needs KV in host memory, and time on both
     transfer threads: about 0.7 ms per MiB. What is pulled is not compared."""
 
+    max_notification: Annotated[int, Meta(ge=1 << 16, le=1 << 28)] = 1 << 20
+    """Longest notification, bytes. Longer ones of peers are not read, and a registration of ours
+    that would be longer fails its request. A million tokens in scattered blocks of 16 take 400 KiB.
+    Both engines use the same."""
+
     trace_events: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     """Trace events that the scheduler half and every worker rank keep for `neuron-push trace`,
     each. 0 turns tracing off."""

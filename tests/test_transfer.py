@@ -409,3 +409,20 @@ def test_what_a_dead_thread_gives_up_is_told_once_its_agents_are_gone(
     assert isinstance(report, ReceiveFailed) and "a defect" in report.reason
     assert told == [[]]
     assert decode.thread.stands == 0.0
+
+
+@pytest.mark.parametrize("short", ["D", "P"])
+def test_a_registration_longer_than_the_configured_limit_fails_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    most = {"D": Config(), "P": Config(), short: Config(max_notification=300)}
+    with ExitStack() as stack:
+        prefill = build(stack, "P", "producer", most["P"])
+        decode = build(stack, "D", "consumer", most["D"])
+        match = Match("t" * 400, "base", b"digest", MATCH.tokens)
+        decode.thread.submit(encode([receive(prefill, match=match, patience=1.0)]))
+        report = decode.hears(lambda report: isinstance(report, ReceiveFailed))
+        assert isinstance(report, ReceiveFailed)
+        assert ("max_notification" in report.reason) == (short == "D")
+        decode.hears(lambda report: report == Unpinned(1))

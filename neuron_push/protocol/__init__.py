@@ -22,6 +22,7 @@ from neuron_push.protocol.codec import (
     encode,
 )
 from neuron_push.protocol.limits import (
+    LIMITS,
     MAGIC,
     MAX_BLOCKS,
     MAX_GROUPS,
@@ -32,6 +33,7 @@ from neuron_push.protocol.limits import (
     MAX_SLABS,
     MAX_TEXT,
     VERSION,
+    Limits,
 )
 from neuron_push.protocol.notifications import (
     Alive,
@@ -77,6 +79,7 @@ from neuron_push.protocol.sidechannel import (
 )
 
 __all__ = [
+    "LIMITS",
     "MAGIC",
     "MAX_BLOCKS",
     "MAX_GROUPS",
@@ -106,6 +109,7 @@ __all__ = [
     "Holds",
     "Kept",
     "Lend",
+    "Limits",
     "Match",
     "Move",
     "Moved",

@@ -8,16 +8,17 @@ import msgspec
 
 from neuron_push.errors import PeerError
 from neuron_push.protocol.limits import (
+    LIMITS,
     MAGIC,
     MAX_DIGEST,
     MAX_GROUPS,
-    MAX_NOTIFICATION,
     MAX_PARTS,
     MAX_PIECE,
     MAX_RANKS,
     MAX_SIDE_CHANNEL,
     MAX_TEXT,
     VERSION,
+    Limits,
 )
 from neuron_push.protocol.message import Message
 from neuron_push.protocol.notifications import (
@@ -54,9 +55,9 @@ def decode_side_channel(frame: bytes) -> SideChannelMessage:
     return message
 
 
-def decode_notification(frame: bytes) -> Notification:
+def decode_notification(frame: bytes, limits: Limits = LIMITS) -> Notification:
     """Parse one NIXL notification; raises PeerError as `decode_side_channel` does."""
-    message: Notification = _decode(frame, MAX_NOTIFICATION, _notification_decoder)
+    message: Notification = _decode(frame, limits.notification, _notification_decoder)
     if isinstance(message, Register):
         _check_register(message)
     elif isinstance(message, Need | Grant | Return) and not 0 < message.piece <= MAX_PIECE:

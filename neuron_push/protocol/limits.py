@@ -1,14 +1,20 @@
-"""The version and the limits of both channels."""
+"""The version and the limits of both channels.
+
+Constants are part of the protocol: a peer may not exceed them, or they hold before any settings are
+known (the side channel answers routers and strangers). `Limits` is what an operator may set.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 VERSION: Final = 2
 MAGIC: Final = b"NP"
 
-# A registration of a million tokens in fragmented 16-token blocks is about 400 KiB; UCX and
-# LIBFABRIC both carry notifications of a megabyte.
+# Unless set otherwise. A registration of a million tokens in fragmented 16-token blocks is about
+# 400 KiB; UCX and LIBFABRIC both carry notifications of a megabyte.
 MAX_NOTIFICATION: Final = 1 << 20
 # An engine of 64 ranks and 128 layers lists about 3 MiB of geometry.
 MAX_SIDE_CHANNEL: Final = 16 << 20
@@ -26,3 +32,12 @@ MAX_DIGEST: Final = 64
 MAX_PARTS: Final = 64
 # Slabs that one rank may offer.
 MAX_SLABS: Final = 1024
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What an engine's settings say of messages to and from its peers."""
+
+    notification: int = MAX_NOTIFICATION  # bytes
+
+
+LIMITS: Final = Limits()

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from neuron_push.errors import NeuronPushError, PeerError, PlanError, TransportError
-from neuron_push.protocol import decode_notification, encode
+from neuron_push.protocol import (
+    LIMITS,
+    Failed,
+    Limits,
+    Register,
+    decode_notification,
+    encode,
+)
 from neuron_push.rendezvous import Identity
 from neuron_push.rendezvous.events import (
     Check,
@@ -52,6 +59,7 @@ class Agents:
         events: deque[Event],
         *,
         digests: bool = False,
+        limits: Limits = LIMITS,
     ) -> None:
         self._identity = identity
         self._open_transport = open_transport
@@ -59,6 +67,7 @@ class Agents:
         self._tally = tally
         self._events = events
         self._digests = digests
+        self._limits = limits
         if digests:
             demand_host_memory(identity)
         self._transports: dict[int, Transport] = {}
@@ -133,17 +142,30 @@ class Agents:
         transport = self._transports.get(action.generation)
         if transport is None:
             return
+        payload = encode(action.message)
+        if len(payload) > self._limits.notification:
+            self._too_long(action, len(payload))
+            return
         try:
-            transport.notify(action.agent, encode(action.message))
+            transport.notify(action.agent, payload)
         except TransportError as error:
             self._events.append(Unreachable(action.agent, str(error)))
+
+    def _too_long(self, action: Notify, nbytes: int) -> None:
+        """The peer would not read it. A registration fails as if the peer had said so."""
+        message, most = action.message, self._limits.notification
+        kind = type(message).__name__
+        reason = f"{kind} takes {nbytes} bytes, more than max_notification = {most} on both engines"
+        logger.warning("to %s: %s", action.agent, reason)
+        if isinstance(message, Register):
+            self._events.append(Notified(action.agent, Failed(message.attempt, reason)))
 
     def progress(self) -> None:
         """Let the transports move bytes that peers send, and take their messages."""
         for transport in list(self._transports.values()):
             for agent, payload in transport.notifications():
                 try:
-                    self._events.append(Notified(agent, decode_notification(payload)))
+                    self._events.append(Notified(agent, decode_notification(payload, self._limits)))
                 except PeerError as error:
                     logger.warning("from %s: %s", agent, error)
                     self._events.append(Garbage(agent, str(error)))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from neuron_push.commands import Report
 from neuron_push.config import Config
 from neuron_push.errors import NeuronPushError
-from neuron_push.protocol import Address, Hello, Refusal, Welcome, clip
+from neuron_push.protocol import Address, Hello, Limits, Refusal, Welcome, clip
 from neuron_push.rendezvous import Identity
 from neuron_push.rendezvous.events import (
     Action,
@@ -66,8 +66,9 @@ class Driver:
         self.side = SideChannel(config, identity, listener, ring, self.events)
         stager = Stager(identity.slabs, make_mover)
         self._agents = Agents(
-            identity, open_transport, stager, tally, self.events, digests=config.kv_digest
-        )
+            identity, open_transport, stager, tally, self.events, digests=config.kv_digest,
+            limits=Limits(config.max_notification),
+        )  # fmt: skip
         side, agents = self.side, self._agents
         self._actions: dict[type, Callable[..., None]] = {
             FindEngine: side.find, Greet: side.greet, Answer: self._answer,
