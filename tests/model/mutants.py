@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuron_push.commands import Settle, decode, encode
+from neuron_push.commands import Settle, decode, encode, pack_ids, unpack_ids
 from neuron_push.rendezvous import consumer, core, ranges
 from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.events import Opened
@@ -11,8 +11,6 @@ from tests.model.processes import BLOCK
 from tests.model.scenarios import NIGHT, SCENARIOS
 from tests.model.space import Counterexample, Space
 from tests.rendezvous import mutants as worlds
-
-ID = 4  # bytes of a block id
 
 
 def free_on_timeout(patch):
@@ -64,8 +62,9 @@ def settle_a_prefix_hit_early(patch):
     def bind(self, meta, original=worker.WorkerHalf.bind):
         original(self, meta)
         for command in decode(meta.due):
-            if isinstance(command, Settle) and len(command.blocks[0]) > ID:
-                hit = (command.blocks[0][:ID],)
+            ids = unpack_ids(command.blocks[0]) if isinstance(command, Settle) else []
+            if len(ids) > 1:
+                hit = (pack_ids(ids[:1]),)
                 early = Settle(command.source, BLOCK, command.first, hit, command.pin, False)
                 self._thread.submit(encode([early]))
 
