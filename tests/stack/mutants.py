@@ -1,0 +1,101 @@
+"""Defects, one at a time, that the whole stack must notice: the patch, and the trouble it needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_push.commands import Received
+from neuron_push.rendezvous import consumer
+from neuron_push.rendezvous.events import Tell
+from neuron_push.transfer import TransferThread
+from neuron_push.vllm.pins import Pins
+from neuron_push.vllm.prefills import Prefills
+from tests.rendezvous import mutants as worlds
+from tests.stack.profiles import PROFILES
+from tests.stack.world import World
+
+
+def settle_a_prefix_hit_early(patch):
+    """What the prefix cache holds is settled when the request is scheduled, not with its step."""
+
+    def settle(self, prefill, reached, pins, original=Prefills._settle):
+        hit = prefill.request.num_cached_tokens
+        if not prefill.settled and 0 < hit < reached:
+            before = len(self._due)
+            original(self, prefill, hit, pins)
+            self._commands += self._due[before:]
+            del self._due[before:]
+        original(self, prefill, reached, pins)
+
+    patch.setattr(Prefills, "_settle", settle)
+
+
+def decode_before_all_has_landed(patch):
+    """Decode takes the first part of a prompt for the whole."""
+
+    def on_done(self, link, message, now, original=consumer.Consumer.on_done):
+        original(self, link, message, now)
+        for attempt in self.attempts.values():
+            if attempt.number == message.attempt and not attempt.reported:
+                command = attempt.command
+                self._context.act(Tell(Received(command.attempt, command.request)))
+                attempt.reported = True
+
+    patch.setattr(consumer.Consumer, "on_done", on_done)
+
+
+def skip_the_fence(patch):
+    """What a step computes is sent when the step is launched."""
+
+    def submit(self, commands, fence=None, original=TransferThread.submit):
+        original(self, commands)
+
+    patch.setattr(TransferThread, "submit", submit)
+
+
+def take_no_references(patch):
+    """vLLM lets go, and nothing is held for what is in flight."""
+    patch.setattr(Pins, "hold", lambda self, number: None)
+
+
+def keep_pins_for_ever(patch):
+    """The scheduler half does not hear that blocks are quiet."""
+    patch.setattr(Pins, "quiet", lambda self, number, rank: None)
+
+
+# The trouble that each defect needs, and a seed from which on it is noticed soon.
+MUTANTS = {
+    skip_the_fence: ("healthy", 0),
+    settle_a_prefix_hit_early: ("crowds", 0),
+    decode_before_all_has_landed: ("losses", 0),
+    keep_pins_for_ever: ("healthy", 0),
+    take_no_references: ("small pools", 0),
+    worlds.free_when_the_link_is_lost: ("quarrels", 0),
+    worlds.cancelled_before_the_drain: ("losses", 0),
+    worlds.decode_without_confirmation: ("pull, losses", 0),
+    worlds.count_instead_of_sets: ("losses", 13),
+    worlds.revive_ended_attempts: ("losses", 20),
+    worlds.free_on_timeout: ("quarrels", 36),
+}  # fmt: skip
+
+
+def hunt(mutant, profile: str, first: int, patch, seeds: int = 40) -> str:
+    """The seed and complaint of the first world that notices a defect; empty if none does."""
+    mutant(patch)
+    for seed in range(first, first + seeds):
+        try:
+            World(seed, PROFILES[profile]).run()
+        except Exception as error:  # noqa: BLE001  an assertion of vLLM's notices too
+            return f"seed {seed}: {type(error).__name__}: {str(error)[:150]}"
+    return ""
+
+
+def hunt_all(names: str) -> None:
+    """Plant defects in turn ("all", or some with commas), and say whether each was noticed."""
+    for mutant, (profile, first) in MUTANTS.items():
+        if names != "all" and mutant.__name__ not in names.split(","):
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            found = hunt(mutant, profile, first, patch)
+        told = f"noticed in {profile!r}, {found}" if found else f"NOT NOTICED in {profile!r}"
+        print(f"{mutant.__name__}: {told}", flush=True)

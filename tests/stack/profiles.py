@@ -1,0 +1,64 @@
+"""Kinds of trouble, from none to all at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.stack.engine import Shape
+from tests.stack.fabric import Weather
+from tests.stack.world import Profile
+
+P, D, BOTH = Shape("kv_producer"), Shape("kv_consumer"), Shape("kv_both")
+WILD = Weather(
+    slow=0.01, land=0.01, drop=0.06, dup=0.1, reorder=0.3, stuck=0.003, mute=0.02, late=0.02
+)
+EVERYBODY = {
+    "routed": 6.0, "sequential": 2.0, "orphan": 1.0, "widow": 1.0, "plain": 1.0, "hostile": 1.0,
+}  # fmt: skip
+TIGHT = {"blocks": 14}
+CHAOS = Profile(
+    weather=WILD, clients=EVERYBODY, leave=0.2, crashes=1, freezes=2, quarrels=2, resets=1,
+)  # fmt: skip
+
+PROFILES = {
+    "healthy": Profile(),
+    "pull": Profile(mode="pull"),
+    "crowds": Profile(crowds=5, long=60, prefills=(replace(P, tokens=256),)),
+    "sequential proxies": Profile(clients={"sequential": 1.0}),
+    "everybody": Profile(clients=EVERYBODY, leave=0.3),
+    "losses": Profile(weather=WILD, leave=0.1),
+    "pull, losses": Profile(weather=WILD, leave=0.1, mode="pull"),
+    "small pools": Profile(
+        prefills=(replace(P, **TIGHT),), decodes=(replace(D, **TIGHT),), resets=2, leave=0.2
+    ),
+    "overlapping steps": Profile(
+        prefills=(replace(P, overlapping=True, **TIGHT),),
+        decodes=(replace(D, overlapping=True, **TIGHT),), leave=0.3, resets=1, clients=EVERYBODY,
+    ),
+    "layers": Profile(weather=WILD, leave=0.1, settings=(("streaming", "layer"),)),
+    "crashes": Profile(weather=replace(WILD, stuck=0.0), crashes=3),
+    "freezes": Profile(freezes=4, prefills=(P, P), decodes=(D, D)),
+    "quarrels": Profile(weather=Weather(land=0.03, late=0.02), quarrels=8, clients=EVERYBODY),
+    "recompute": Profile(
+        weather=WILD, decodes=(replace(D, policy="recompute", blocks=24),), crashes=1, quarrels=3
+    ),
+    "chaos": CHAOS,
+    "chaos, pull": replace(CHAOS, mode="pull"),
+    "chaos, both ways": replace(
+        CHAOS, prefills=(BOTH,), decodes=(replace(BOTH, overlapping=True, blocks=20),)
+    ),
+    "chaos, many": replace(
+        CHAOS, prefills=(P, replace(P, overlapping=True)),
+        decodes=(D, replace(D, policy="recompute")), requests=40,
+    ),
+    "chaos, TP 2 to 1, larger blocks": replace(
+        CHAOS, prefills=(replace(P, ranks=2),), decodes=(replace(D, block=32, blocks=24),)
+    ),
+    "chaos, TP 1 to 2, layers": replace(
+        CHAOS, decodes=(replace(D, ranks=2, late_hooks=True),), settings=(("streaming", "layer"),)
+    ),
+    "chaos, staged": replace(
+        CHAOS, decodes=(replace(D, order="NHD"),),
+        settings=(("min_run", 16_384), ("staging_slabs", 2), ("staging_slab_bytes", 1 << 14)),
+    ),
+}  # fmt: skip
