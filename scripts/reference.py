@@ -65,8 +65,11 @@ def allowed(kind: object) -> str:
     info = msgspec.inspect.type_info(kind)
     if isinstance(info, msgspec.inspect.LiteralType):
         return " or ".join(f'`"{value}"`' for value in info.values)
-    words = {"FloatType": "number", "IntType": "whole number", "StrType": "text"}
-    name = words.get(type(info).__name__, "list of texts")
+    words = {
+        "BoolType": "`true` or `false`", "FloatType": "number", "IntType": "whole number",
+        "StrType": "text", "VarTupleType": "list of texts",
+    }  # fmt: skip
+    name = words[type(info).__name__]
     bounds = [
         f"{sign} {getattr(info, key):,}"
         for key, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
