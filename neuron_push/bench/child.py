@@ -1,7 +1,7 @@
 """Ranks in processes of their own, to be stopped and killed.
 
 They are forked from a server that has NIXL loaded (`warm`), which makes one cost tens of
-milliseconds instead of seconds. None outlives its parent or `LIFE`.
+milliseconds instead of seconds. None outlives its parent, or `LIFE` without being told anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from neuron_push.protocol import Address
 
 __all__ = ["Child", "ChildFailed"]
 
-# Seconds after which a child ends whatever becomes of its parent.
+# Seconds after which a child that is told nothing ends, whatever becomes of its parent.
 LIFE: Final = 600
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -133,6 +133,7 @@ def _serve(
             method, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
+        signal.alarm(LIFE)
         try:
             if method == "reborn":  # as a new engine, on the old port
                 port = rank.address.port
