@@ -17,4 +17,7 @@ def stage(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with ExitStack() as stack:
-        yield lambda shape=SMALL, **settings: Scene(stack, Config(**settings), shape)
+        # Halves of short prompts travel at once.
+        yield lambda shape=SMALL, **settings: Scene(
+            stack, Config(**{"batch_tokens": 0, **settings}), shape
+        )
