@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
 pytest.importorskip("vllm")
 
+from neuron_push.commands import pack_ids
 from neuron_push.vllm import decodes as module
 from neuron_push.vllm.decodes import Decode, Decodes
 from neuron_push.vllm.params import DecodeLeg
@@ -38,7 +37,7 @@ def leg(transfer):
 def test_blocks_are_held_until_every_rank_is_quiet():
     pins = Pins(Pool(), world=2)
     pin = pins.new()
-    pins.promise(pin, array("i", [1, 2, 3]))
+    pins.promise(pin, [1, 2, 3], pack_ids([1, 2, 3]))
     pins.hold(pin)
     assert pins.held(pin) == 3
     pins.quiet(pin, 0)
@@ -50,7 +49,7 @@ def test_blocks_are_held_until_every_rank_is_quiet():
 def test_promised_blocks_count_too():
     pins = Pins(Pool(), world=1)
     pin = pins.new()
-    pins.promise(pin, array("i", [4, 5]))
+    pins.promise(pin, [4, 5], pack_ids([4, 5]))
     assert pins.held(pin) == 2
 
 
