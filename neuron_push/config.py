@@ -150,9 +150,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The same after a second in which nothing happened."""
 
     kv_digest: bool = False
-    """Compare a digest of every WRITE before decoding over it; a transfer that differs fails, as by
-    `kv_load_failure_policy`. Set it on both engines. Needs KV in host memory, and time on both
-    transfer threads: about 0.7 ms per MiB. What is pulled is not compared."""
+    """Compare a digest of every WRITE, and of every prompt pulled, before decoding over it; a
+    transfer that differs fails, as by `kv_load_failure_policy`. Set it on both engines. Needs KV in
+    host memory, and time on both transfer threads: about 0.7 ms per MiB. What would be pulled and
+    then brought into order by decode is pushed."""
 
     max_notification: Annotated[int, Meta(ge=1 << 16, le=1 << 28)] = 1 << 20
     """Longest notification, bytes. Longer ones of peers are not read, and a registration of ours

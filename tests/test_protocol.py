@@ -25,6 +25,7 @@ from neuron_push.protocol import (
     EngineInfo,
     Grant,
     Hello,
+    Kept,
     Match,
     Need,
     RankInfo,
@@ -38,6 +39,7 @@ from neuron_push.protocol import (
     decode_side_channel,
     encode,
 )
+from neuron_push.protocol.limits import MAX_DIGEST
 from tests.rendezvous.shapes import SEMANTICS, Shape
 
 GEOMETRY = Shape(2, 2).geometry(1)
@@ -71,7 +73,7 @@ def registers():
 
 
 def notifications():
-    own = {Register, Done, Need, Grant, Return}
+    own = {Register, Done, Need, Grant, Return, Kept}
     others = [kind for kind in protocol.Notification.__args__ if kind not in own]
     done = st.builds(
         lambda attempt, start, more: Done(attempt, start, start + more, 5, 6),
@@ -80,7 +82,8 @@ def notifications():
     piece = st.integers(1, 1 << 40)
     pieces = [st.builds(kind, COUNT, piece) for kind in (Need, Return)]
     grant = st.builds(Grant, COUNT, piece, COUNT)
-    return st.one_of(registers(), done, grant, *pieces, *map(st.from_type, others))
+    kept = st.builds(Kept, COUNT, COUNT, st.binary(max_size=MAX_DIGEST))
+    return st.one_of(registers(), done, kept, grant, *pieces, *map(st.from_type, others))
 
 
 @pytest.mark.parametrize("message", SIDE_CHANNEL, ids=lambda m: type(m).__name__)
@@ -184,6 +187,8 @@ BAD = {
     "a long fingerprint": Register(1, 1, Match("t", "", b"f" * 65, 4), 0, 4, (), 0),
     "an empty Done": Done(1, 4, 4),
     "a negative Done": Done(1, -4, 4),
+    "a long digest": Done(1, 0, 4, digest=b"d" * (MAX_DIGEST + 1)),
+    "a long digest of a pull": Kept(1, 1, b"d" * (MAX_DIGEST + 1)),
 }
 
 

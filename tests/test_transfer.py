@@ -34,6 +34,7 @@ from neuron_push.nixl import factory
 from neuron_push.protocol import Address, EngineInfo, Match
 from neuron_push.rendezvous import Identity
 from neuron_push.sidechannel import Listener
+from neuron_push.tamper import Tampering
 from neuron_push.transfer import TransferThread
 from neuron_push.transfer.agents import Agents
 from neuron_push.transport import TransportFactory
@@ -193,6 +194,52 @@ def test_a_finished_prompt_is_read_from_its_blocks_and_then_let_go(
         assert not ours[:, np.setdiff1d(np.arange(BLOCKS), [3, 9])].any()
     counters, _ = prefill.thread.tally.take()
     assert "bytes" not in counters, "prefill wrote nothing"
+
+
+def pull_compared(
+    stack: ExitStack, *, at_prefill: bool = True, tampered: bool = False
+) -> tuple[Engine, Engine, Report]:
+    """A pull with digests: both engines, and how it ended."""
+    plain = factory(("UCX",))
+    prefill = build(stack, "P", "producer", Config(kv_digest=at_prefill))
+    decode = build(stack, "D", "consumer", Config(kv_digest=True, slice_bytes=1 << 16),
+                   transport=Tampering(plain) if tampered else plain)  # fmt: skip
+    fill(prefill)
+    prefill.thread.submit(encode(settled()))
+    decode.thread.submit(encode([receive(prefill, pull=True)]))
+    ended = decode.hears(lambda report: isinstance(report, Received | ReceiveFailed))
+    decode.hears(lambda report: report == Unpinned(1))
+    prefill.hears(lambda report: report == Unpinned(71))
+    return prefill, decode, ended
+
+
+def test_what_is_pulled_is_compared_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with ExitStack() as stack:
+        prefill, decode, ended = pull_compared(stack)
+        assert ended == Received(1, "r1")
+        for ours, theirs in zip(decode.kv, prefill.kv, strict=True):
+            assert (ours[:, [7, 3, 9]] == theirs[:, [4, 5, 2]]).all()
+
+
+def test_a_byte_that_was_turned_fails_what_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with ExitStack() as stack:
+        _, decode, ended = pull_compared(stack, tampered=True)
+        assert isinstance(ended, ReceiveFailed)
+        assert "tokens 0 to 48 is not what prefill sent (digest)" in ended.reason
+        counters, _ = decode.thread.tally.take()
+        assert counters["cancellations"] == {"digest": 1}
+
+
+def test_a_prefill_engine_without_digests_cannot_serve_a_pull_that_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with ExitStack() as stack:
+        _, _, ended = pull_compared(stack, at_prefill=False)
+        assert isinstance(ended, ReceiveFailed)
+        assert "kv_digest is not set there" in ended.reason
 
 
 def test_a_prompt_still_being_computed_is_read_once_it_is_settled(

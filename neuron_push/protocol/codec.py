@@ -24,6 +24,7 @@ from neuron_push.protocol.message import Message
 from neuron_push.protocol.notifications import (
     Done,
     Grant,
+    Kept,
     Lend,
     Need,
     Notification,
@@ -66,6 +67,9 @@ def decode_notification(frame: bytes, limits: Limits = LIMITS) -> Notification:
         raise PeerError(f"Lend lists {len(message.blocks)} groups; the limit is {MAX_GROUPS}")
     elif isinstance(message, Done):
         _check_done(message)
+    if isinstance(message, Done | Kept) and len(message.digest) > MAX_DIGEST:
+        kind = type(message).__name__
+        raise PeerError(f"{kind} carries a digest of {len(message.digest)} bytes")
     return message
 
 
@@ -95,8 +99,6 @@ def _check_done(message: Done) -> None:
         raise PeerError(f"Done names part {message.part} of {message.parts}")
     if not 0 <= message.start < message.stop:
         raise PeerError(f"Done names the empty or negative range {message.start}..{message.stop}")
-    if len(message.digest) > MAX_DIGEST:
-        raise PeerError(f"Done carries a digest of {len(message.digest)} bytes")
 
 
 def _check_register(message: Register) -> None:

@@ -38,7 +38,8 @@ class Register(Message, frozen=True):
     """Decode -> prefill: blocks reserved for tokens [start, stop); WRITE into them.
 
     start == stop says that nothing is wanted and the prompt may be let go. `pull` asks for the
-    loan of the prompt's blocks instead, to READ them; it names no blocks.
+    loan of the prompt's blocks instead, to READ them; it names the blocks that it READs into only
+    where it wants a digest of what goes there.
     `attempt` grows with the registrations of the decode engine's incarnation; what is registered
     anew has a new number, and nothing said of the old one concerns it. `link` repeats
     the hello's: a copy that was sent over an earlier link may name blocks given back since.
@@ -133,6 +134,7 @@ class Kept(Message, frozen=True):
 
     attempt: int
     link: int
+    digest: bytes = b""  # of what was lent, if decode's registration names blocks
 
 
 class Failed(Message, frozen=True):

@@ -55,9 +55,7 @@ def admit_register(link: Link, message: Register, context: Context, now: float) 
     blocks: tuple[Blocks, ...] = ()
     if message.pull and config.host_staging:
         raise PeerError("this prefill engine has host_staging on: push, its pages cannot be READ")
-    if message.pull and message.blocks:
-        raise PeerError("a registration to pull names blocks to WRITE into")
-    if not message.pull:
+    if message.blocks or not message.pull:
         blocks = decode_blocks(link.geometry, message.blocks, message.start, message.stop)
     cut = cut_of(plan, link.geometry, config.slice_bytes, config.batch_tokens)
     expires = now + min(message.patience_ms / 1000, MOST_PATIENCE)

@@ -100,7 +100,7 @@ class Consumer:
         elif isinstance(message, Lend):
             self._on_lend(attempt, share, message, now)
         elif isinstance(message, Kept):
-            self.reads.confirmed(share)
+            self.reads.confirmed(attempt, share, message)
         elif isinstance(message, Need):
             self.landings.on_need(attempt, share, message)
         elif isinstance(message, Return):

@@ -60,6 +60,7 @@ from neuron_push.rendezvous.events import (
     Notified,
     Opened,
     ReadEnded,
+    Sealed,
     Unpacked,
     Unreachable,
     WriteEnded,
@@ -122,6 +123,7 @@ class Core:
             WriteEnded: self._write_ended,
             ReadEnded: self._read_ended,
             Unpacked: lambda event, now: self.consumer.unpacked(event, now),
+            Sealed: lambda event, now: self.producer.sealed(event, now),
         }
         self._messages: dict[type, Callable[[Link, Any, float], None]] = {
             **dict.fromkeys(FROM_PREFILL, self.consumer.on_message),
@@ -243,7 +245,7 @@ class Core:
             self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
             hello.metadata, hello.geometry, context.generation, heard=now, spoke=now,
             hello=hello.link, plan=plan, parts=self._parts(hello, plan),
-            sharers=hello.sharers, slabs=hello.slabs,
+            ask=Ask(hello.ask, Stripe(*hello.stripe)), sharers=hello.sharers, slabs=hello.slabs,
         )  # fmt: skip
         self.links.add(link)
         me = context.identity

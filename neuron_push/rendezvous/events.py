@@ -128,6 +128,16 @@ class Unpacked:
     corrupt: bool = False  # its digest is another
 
 
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The digest of what a decode rank READ of us is taken; `reason` says why not if it is not."""
+
+    link: int
+    attempt: int  # its number on the wire
+    digest: bytes = b""
+    reason: str = ""
+
+
 Event = (
     Command
     | Opened
@@ -140,6 +150,7 @@ Event = (
     | Garbage
     | Unreachable
     | Unpacked
+    | Sealed
     | ReadEnded
     | WriteEnded
 )
@@ -269,8 +280,28 @@ class Unpack:
 
 
 @dataclass(frozen=True, slots=True)
+class Seal:
+    """Take the digest of what a decode rank has READ of our blocks; answer with Sealed.
+
+    It is of the bytes of tokens [start, stop) in ascending order of where they went.
+    """
+
+    link: int
+    attempt: int  # its number on the wire
+    plan: Plan
+    destination: Geometry
+    source_blocks: tuple[Blocks, ...]
+    destination_blocks: tuple[Blocks, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
-    """Compare what has landed in blocks for `done` with its digest; answer with Unpacked."""
+    """Compare what has landed in blocks for `done` with its digest; answer with Unpacked.
+
+    `source_blocks` are the prefill rank's where they are known: of what we READ ourselves.
+    """
 
     job: int
     plan: Plan
@@ -279,6 +310,7 @@ class Check:
     blocks: tuple[Blocks, ...]
     done: Done
     last: bool
+    source_blocks: tuple[Blocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +348,7 @@ Action = (
     | Post
     | Fetch
     | Unpack
+    | Seal
     | Check
     | Tell
     | Count

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from neuron_push.plan import StagedPlan
+from neuron_push.plan import Blocks, Plan, StagedPlan
 from neuron_push.protocol import Done, Grant, Need, Return
 from neuron_push.rendezvous.events import Check, Unpack
 from neuron_push.rendezvous.links import Context, Link
@@ -77,7 +77,7 @@ class Landings:
             complaint = self.on_done(attempt, share, message)
         elif share.link.arrival is not None:
             arrived.add(message.start, message.stop)
-            self.check(attempt, share, message)
+            self.check(attempt, share, share.link.arrival, message)
         elif not self._in_blocks(share, message):
             complaint = "Done of other parts"
         if complaint:
@@ -142,13 +142,15 @@ class Landings:
         self.arrived(attempt, share, plan, piece, message.start, message.stop, done)
         return ""
 
-    def check(self, attempt: Attempt, share: Share, message: Done) -> None:
-        """Bytes have landed in our blocks: they count once their digest was compared."""
-        assert share.link.arrival is not None
+    def check(
+        self, attempt: Attempt, share: Share, plan: Plan, message: Done,
+        source: tuple[Blocks, ...] = (),
+    ) -> None:  # fmt: skip
+        """Bytes are in our blocks, WRITTEN or READ: they count once their digest was compared."""
         number, span = next(self._numbers), (message.start, message.stop)
         self._jobs[number] = Job(attempt.command.attempt, share.link.id, 0, *span)
         last = message.stop == attempt.command.stop
-        self._context.act(Check(number, share.link.arrival, *span, attempt.blocks, message, last))
+        self._context.act(Check(number, plan, *span, attempt.blocks, message, last, source))
 
     def arrived(
         self, attempt: Attempt, share: Share, plan: StagedPlan, piece: int, start: int, stop: int,

@@ -117,8 +117,9 @@ class Link:
     slabs: Slabs | None = None  # of a decode peer
     arrival: Plan | None = None  # for prefill peers: what they WRITE by, if digests are compared
     unpack: StagedPlan | None = None  # for prefill peers: how what lands in our slabs is unpacked
-    ask: Ask | None = None  # of a prefill peer, what it provides
-    read: Plan | Literal["unknown"] | None = "unknown"  # of a prefill peer: how its pages are READ
+    ask: Ask | None = None  # what the prefill rank provides
+    # How the prefill rank's pages are READ; we as prefill ask only to take digests.
+    read: Plan | Literal["unknown"] | None = "unknown"
     sharers: int = 1
     sessions: int = 0  # transfers that need this peer alive
     asked: float = 0.0  # when a sign of life was last asked for
@@ -127,7 +128,7 @@ class Link:
     # Earlier agents of the peer that drain, and the generation of ours that spoke to each.
     leaving: dict[AgentName, int] = field(default_factory=dict)
     over: EndedAttempts = field(default_factory=EndedAttempts)  # of a decode peer
-    kept: dict[int, None] = field(default_factory=dict)  # a decode peer's pulls that ended well
+    kept: dict[int, bytes] = field(default_factory=dict)  # a decode peer's good pulls: digests
     lost: str = ""  # why, once it is lost
 
     @property

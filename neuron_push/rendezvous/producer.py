@@ -133,6 +133,7 @@ class Sending:
     parted: Parted = field(default_factory=Parted)  # posted part by part
     arrived: Parted = field(default_factory=Parted)  # landed part by part
     lender: Source | None = None  # whose blocks are lent, if decode READs
+    sealing: bool = False  # all of them was READ, and a digest of it is being taken
     broken: bool = False  # a WRITE failed half way: quiet only when fenced
     cancelled: bool = False  # the decode rank waits for `Cancelled`
     started: float = 0.0  # when its first WRITE was posted, or its blocks were lent

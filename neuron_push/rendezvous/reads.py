@@ -6,7 +6,8 @@ A prefill rank *lends* the blocks of a prompt, and names them; what it named is 
 the pair, directly or by way of a slab of ours. Having them back too early is prefill's right: it
 may take us for dead, and nobody can call a READ back. So bytes count only once prefill has said,
 after the last READ had ended, that it still held the blocks (`Kept`). Until then nothing is
-decoded.
+decoded. With `kv_digest` it says so with a digest of the blocks, which is compared with what is
+here; what would have to be unpacked is pushed then.
 
 A share that is pulled is *quiet* when no READ of it is in flight. One that fails half way, or
 whose peer is lost, may write into our blocks until our own agent is gone, as a peer's WRITE may.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from neuron_push.errors import PlanError
 from neuron_push.plan import Blocks, Means, Plan, StagedPlan, decide
-from neuron_push.protocol import Lend, Taken
+from neuron_push.protocol import Done, Kept, Lend, Taken
 from neuron_push.rendezvous.blocklists import decode_blocks
 from neuron_push.rendezvous.cuts import Cut, cut_of
 from neuron_push.rendezvous.events import Fetch, ReadEnded
@@ -55,6 +56,7 @@ class Reading:
     broken: bool = False  # a READ failed half way: quiet only when fenced
     asked: bool = False  # `Taken` was sent
     kept: bool = False
+    nbytes: int = 0  # that have arrived
 
     @property
     def quiet(self) -> bool:
@@ -67,6 +69,7 @@ class Reads:
     def __init__(self, context: Context, landings: Landings) -> None:
         self._context = context
         self._landings = landings
+        self._compares = context.config.kv_digest
         self._in_flight: dict[WriteId, tuple[int, Link]] = {}  # attempt number, link
 
     def __bool__(self) -> bool:
@@ -83,7 +86,7 @@ class Reads:
         """
         if link.read == "unknown":
             link.read = self._plan(link)
-        if link.read is None:
+        if link.read is None or (self._compares and isinstance(link.read, StagedPlan)):
             return None
         me = self._context.identity
         cut = cut_of(link.read, me.geometry, self._context.config.slice_bytes)
@@ -178,6 +181,7 @@ class Reads:
             self._landings.unused(share, event.read)
             return event.reason
         self._context.count("received_bytes", event.nbytes)
+        reading.nbytes += event.nbytes
         self.arrived(attempt, share, event.read, read)
         self.advance(attempt, share, now)
         if self.conclude(attempt, share):
@@ -202,6 +206,8 @@ class Reads:
         assert reading is not None
         if isinstance(reading.plan, StagedPlan):
             self._landings.arrived(attempt, share, reading.plan, number, read.start, read.stop)
+        elif self._compares:
+            share.landing.received.add(read.start, read.stop)
         else:
             share.landed.add(read.start, read.stop)
 
@@ -210,7 +216,8 @@ class Reads:
         reading, command = share.reading, attempt.command
         if reading is None or reading.asked or not reading.quiet or attempt.draining:
             return False
-        arrived = share.landing.received if isinstance(reading.plan, StagedPlan) else share.landed
+        later = self._compares or isinstance(reading.plan, StagedPlan)
+        arrived = share.landing.received if later else share.landed
         if not arrived.covers(command.start, command.stop):
             return False
         reading.asked = True
@@ -223,10 +230,16 @@ class Reads:
         if reading is not None and reading.asked and not reading.kept:
             self._context.send(share.link, Taken(attempt.number, share.link.hello))
 
-    def confirmed(self, share: Share) -> None:
+    def confirmed(self, attempt: Attempt, share: Share, message: Kept) -> None:
         """The blocks were held until our last READ had ended."""
-        if share.reading is not None:
-            share.reading.kept = share.reading.asked
+        reading, command = share.reading, attempt.command
+        if reading is None or not reading.asked or reading.kept:
+            return
+        reading.kept = True
+        if self._compares and not attempt.draining:
+            done = Done(message.attempt, command.start, command.stop, reading.nbytes,
+                        digest=message.digest)  # fmt: skip
+            self._landings.check(attempt, share, reading.plan, done, reading.source)
 
     def stop(self, attempt: Attempt, share: Share) -> None:
         """Post no more."""

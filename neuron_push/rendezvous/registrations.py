@@ -56,9 +56,14 @@ class Registrations:
             if not share.answered:
                 register = replace(attempt.register, link=share.link.hello)
                 if share.reading is not None:
-                    register = replace(register, blocks=(), pull=True)
+                    register = replace(register, blocks=self._compared(attempt), pull=True)
                 self._context.send(share.link, register)
         attempt.wait_longer(self._context.config, now)
+
+    def _compared(self, attempt: Attempt) -> tuple[BlockList, ...]:
+        """The blocks that we READ into, which prefill need know only to take a digest."""
+        assert attempt.register is not None
+        return attempt.register.blocks if self._context.config.kv_digest else ()
 
     def cancel(self, attempt: Attempt, now: float) -> None:
         """Cancel with those whose WRITEs may still land."""

@@ -15,7 +15,7 @@ from neuron_push.protocol import (
     clip,
 )
 from neuron_push.rendezvous.admission import admit_register
-from neuron_push.rendezvous.events import Tell, WriteEnded
+from neuron_push.rendezvous.events import Sealed, Tell, WriteEnded
 from neuron_push.rendezvous.links import Context, Link, Links
 from neuron_push.rendezvous.loans import Loans
 from neuron_push.rendezvous.producer import Sending, SendingState, Source
@@ -141,9 +141,8 @@ class Producer:
             self._context.count("stale_messages", label="Taken")
             return
         sending, attempt = self.sendings.get((link.id, message.attempt)), message.attempt
-        if sending is not None and self.loans.held(sending, now):
-            self.loans.confirm(link, attempt)
-            self._end(sending)
+        if sending is not None and self.loans.held(sending):
+            self._taken(sending, now)
         elif attempt in link.kept:
             self.loans.confirm(link, attempt)
         else:
@@ -151,6 +150,17 @@ class Producer:
                 self.loans.end(sending)
             reason = sending.reason if sending else "the blocks were not held until they were read"
             self._context.send(link, Failed(attempt, clip(reason or OVER)))
+
+    def sealed(self, event: Sealed, now: float) -> None:
+        """The digest of what was READ is taken: if it still is lent, the decode rank may know."""
+        sending = self.sendings.get((event.link, event.attempt))
+        if sending is None or not self.loans.held(sending):
+            return  # it hears how that ended
+        if event.reason:
+            self._fail(sending, event.reason, now)
+        else:
+            self.loans.end_well(sending, event.digest, now)
+            self._end(sending)
 
     def on_grant(self, link: Link, message: Grant, now: float) -> None:
         """The decode rank has a slab for a piece: WRITE it there, or give the slab back."""
@@ -274,6 +284,17 @@ class Producer:
             self.loans.lend(sending, now)
         else:
             self.writes.advance(sending, now)
+
+    def _taken(self, sending: Sending, now: float) -> None:
+        """All that was lent was READ: say that it was held, with a digest if that is wanted."""
+        try:
+            if self.loans.seal(sending):
+                return
+        except PlanError as error:
+            self._fail(sending, str(error), now)
+            return
+        self.loans.end_well(sending, b"", now)
+        self._end(sending)
 
     def _discard(self, source: Source, reason: str, *, again: bool, now: float) -> None:
         """Stop reading a source; `again` when the same prompt will be offered once more."""

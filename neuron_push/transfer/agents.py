@@ -39,7 +39,7 @@ from neuron_push.rendezvous.events import (
     Unreachable,
     WriteEnded,
 )
-from neuron_push.transfer.digest import complaint, demand_host_memory, seal
+from neuron_push.transfer.digest import Hashing, complaint, demand_host_memory, seal
 from neuron_push.transfer.stager import Stager, bound, bound_read, failed
 from neuron_push.transfer.tally import Tally
 from neuron_push.transport import AgentName, Transport, TransportFactory, WriteId
@@ -70,6 +70,7 @@ class Agents:
         self._limits = limits
         if digests:
             demand_host_memory(identity)
+        self.hashing = Hashing(identity, events)
         self._transports: dict[int, Transport] = {}
         self._writes: dict[WriteId, Transport] = {}
         self._reads: dict[WriteId, tuple[Transport, int]] = {}  # and its bytes
@@ -80,6 +81,7 @@ class Agents:
         self._poll_writes()
         self._poll_reads()
         self._poll_stager()
+        self.hashing.step()
 
     def destroy(self) -> None:
         """Close every generation."""
@@ -189,6 +191,9 @@ class Agents:
 
     def check(self, action: Check, now: float) -> None:
         """Compare what has landed in blocks with what was sent."""
+        if action.source_blocks:
+            self.hashing.check(action)
+            return
         wrong = complaint(action, self._identity)
         self._events.append(Unpacked(action.job, wrong, corrupt=bool(wrong)))
 

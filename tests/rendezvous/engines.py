@@ -106,7 +106,8 @@ class Engine:
 
     def info(self):
         ranks = tuple(
-            RankInfo(p.rank, p.incarnation, p.address, p.identity.geometry) for p in self.processes
+            RankInfo(p.rank, p.incarnation, p.address, p.identity.geometry, *_slabs(p.identity))
+            for p in self.processes
         )
         return engine_info(self, self.role, ranks)
 
@@ -299,3 +300,9 @@ class Engine:
         self.world.check(not pin.released(process.rank), f"{process}: pin {number} unpinned twice")
         pin.unpinned.add(process.rank)
         self._free_pin(number)
+
+
+def _slabs(identity):
+    """What a rank announces of its staging memory."""
+    slabs = identity.slabs
+    return (slabs.slab_bytes, slabs.sole) if slabs else ()

@@ -6,6 +6,7 @@ per (block, slot, prefill rank), holds (prompt, token).
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from itertools import pairwise
 
 from neuron_push.rendezvous.attempt import attempt_of
@@ -102,6 +103,8 @@ class Memory:
             content, value = source.engine.memory.get(block, CANARY), CANARY
             if content != CANARY and slot < content[2]:
                 value = (content[0], content[1] * source.engine.shape.block_tokens + slot)
+            if world.chance(world.faults.turned):
+                value = ("turned", token)
             if read.fetch.slab is not None:
                 slab = (read.fetch.slab.base - (1 << 50)) // SLAB_BYTES
                 used = slab in process.core._context.slabs.used
@@ -110,6 +113,25 @@ class Memory:
             else:
                 engine.write((process.rank, target, own_slot, source.rank), value)
         world.landed += len(rows)
+
+    def lent(self, process, action) -> bytes:
+        """The digest of what a decode rank READ of this one."""
+        engine, size = process.engine, process.engine.shape.block_tokens
+        lent, values = action.source_blocks[0], []
+        for token in share_of(action.plan.stripe, action):
+            content = engine.memory.get(int(lent.ids[token // size - lent.first]), CANARY)
+            there = content != CANARY and token % size < content[2]
+            values.append((content[0], content[1] * size + token % size) if there else CANARY)
+        return _digest(values)
+
+    def found(self, process, action, prefill) -> bytes:
+        """The digest of what a decode rank has READ of a prefill rank."""
+        size, ours = process.engine.shape.block_tokens, action.blocks[0]
+        cells = [
+            (process.rank, int(ours.ids[token // size - ours.first]), token % size, prefill)
+            for token in share_of(action.plan.stripe, action)
+        ]
+        return _digest([process.engine.cells.get(cell) for cell in cells])
 
     def _pack(self, write, rows):
         """The bytes of a piece go into a slab that no other WRITE of this rank reads."""
@@ -226,6 +248,10 @@ class Memory:
         for write in process.writes.values():
             reads = write.pin == pin and not write.read_over
             self.world.check(not reads, f"{process}: pin {pin} released under a WRITE")
+
+
+def _digest(values):
+    return blake2b(repr(values).encode(), digest_size=16).digest()
 
 
 def _pulled(process, number):

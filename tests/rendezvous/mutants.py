@@ -281,12 +281,23 @@ def decode_without_confirmation(patch):
     patch.setattr(reads.Reads, "conclude", conclude)
 
 
+def decode_before_the_comparison(patch):
+    """Decode takes what it READ for good as soon as it was held, whatever its digest says."""
+
+    def arrived(self, attempt, share, number, read, original=reads.Reads.arrived):
+        original(self, attempt, share, number, read)
+        share.landed.add(read.start, read.stop)
+
+    patch.setattr(reads.Reads, "arrived", arrived)
+
+
 def confirm_whatever_is_asked(patch):
     """Prefill says that it kept blocks which it had called in."""
 
     def on_taken(self, link, message, now, original=sender.Producer.on_taken):
         sending = self.sendings.get((link.id, message.attempt))
         if sending is None:
+            link.kept.setdefault(message.attempt, b"")
             self.loans.confirm(link, message.attempt)
         else:
             original(self, link, message, now)
@@ -349,6 +360,6 @@ MUTANTS = {
         return_a_slab_whose_write_is_under_way, lend_what_may_go, decode_without_confirmation,
         confirm_whatever_is_asked, call_a_read_quiet, give_a_loan_back_too_early,
         send_layers_before_their_fence, complete_by_one_part,
-        keep_the_number_of_an_earlier_registration,
+        keep_the_number_of_an_earlier_registration, decode_before_the_comparison,
     )
 }  # fmt: skip

@@ -38,6 +38,7 @@ class Faults:
     false_unreachable: float = 0.0
     refuse: float = 0.0  # a listener does not answer, or a hello times out and arrives later
     unposted: float = 0.0
+    turned: float = 0.0  # a token's bytes are wrong when they have been READ
 
 
 @dataclass(eq=False)
@@ -289,6 +290,31 @@ class Process:
 
         delay = world.rng.uniform(0, world.faults.write_slow)
         world.at(delay, lambda: self.when_awake(copy))
+
+    def _seal(self, action):
+        world = self.world
+
+        def seal():
+            self.feed(ev.Sealed(action.link, action.attempt, world.memory.lent(self, action)))
+
+        delay = world.rng.uniform(0, world.faults.write_slow)
+        world.at(delay, lambda: self.when_awake(seal))
+
+    def _check(self, action):
+        world, job = self.world, self.core.consumer.landings._jobs[action.job]
+        attempt = self.core.consumer.attempts.get(job.attempt)
+        if not action.source_blocks or attempt is None:  # a WRITE's bytes are never wrong here
+            self.later(0.0, ev.Unpacked(action.job))
+            return
+        prefill = attempt.shares[job.link].link.rank
+
+        def compare():
+            same = world.memory.found(self, action, prefill) == action.done.digest
+            reason = "" if same or not action.done.nbytes else "other bytes"
+            self.feed(ev.Unpacked(action.job, reason, corrupt=bool(reason)))
+
+        delay = world.rng.uniform(0, world.faults.write_slow)
+        world.at(delay, lambda: self.when_awake(compare))
 
     # -------------------------------------------------------------------- life
 

@@ -104,6 +104,19 @@ PROFILES = {
         LOSSY, pulls=0.8, prefills=(EIGHT,), decodes=(TWO,), requests=2, long=True
     ),
     "pulls, packed by prefill": Profile(pulls=0.8, prefills=(PACKER,)),
+    "pulls, compared": Profile(
+        replace(LOSSY, turned=0.05), pulls=0.8, digests=True, aborts=0.2, preempt=0.2
+    ),
+    "pulls, compared, packed by prefill": Profile(
+        Faults(turned=0.01), pulls=0.8, digests=True, prefills=(PACKER,)
+    ),
+    "pulls, compared, striped over replicas": Profile(
+        replace(LOSSY, turned=0.0002), pulls=0.8, digests=True, prefills=(EIGHT,), decodes=(TWO,),
+        requests=2, long=True,
+    ),
+    "chaos, pulls, compared, both ways": replace(
+        CHAOS, faults=replace(CHAOS.faults, turned=0.01), pulls=0.7, digests=True, both=True
+    ),
     "chaos, pulls": replace(CHAOS, pulls=0.7),
     "chaos, pulls, both ways": replace(CHAOS, pulls=0.7, both=True),
     "chaos, pulls, unpacked, TP 2 to 1": replace(

@@ -26,6 +26,7 @@ class Profile:
     preempt: float = 0.0
     layers: bool = False  # prompts travel by parts of their layers
     pulls: float = 0.0  # share of requests whose prompt decode READs
+    digests: bool = False  # and compares what it has READ with what was lent
     twins: float = 0.0  # share of requests without a transfer id that share their base id
     crashes: int = 0
     freezes: int = 0
@@ -42,7 +43,8 @@ def run(seed: int, profile: Profile) -> World:
     roles = ("both", "both") if profile.both else ("producer", "consumer")
     shapes = {f"P{i}": (roles[0], shape) for i, shape in enumerate(profile.prefills)}
     shapes |= {f"D{i}": (roles[1], shape) for i, shape in enumerate(profile.decodes)}
-    world = World(seed, shapes, profile.faults, streaming="layer" if profile.layers else "chunk")
+    streaming = "layer" if profile.layers else "chunk"
+    world = World(seed, shapes, profile.faults, streaming=streaming, kv_digest=profile.digests)
     for number in range(profile.requests):
         Request(world, profile, number)
     for _ in range(profile.crashes):

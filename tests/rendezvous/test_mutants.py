@@ -34,6 +34,7 @@ HUNTING_GROUNDS = {
     "lend_what_may_go": "pulls",
     "decode_without_confirmation": "pulls, false deaths",
     "keep_the_number_of_an_earlier_registration": "pulls, rotation under load",
+    "decode_before_the_comparison": "pulls, compared",
     "confirm_whatever_is_asked": "pulls, losses",
     "send_layers_before_their_fence": "layers",
     "complete_by_one_part": "layers",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import neuron_push.rendezvous as rendezvous
 from tests.rendezvous.profiles import PROFILES
 from tests.rendezvous.scenario import run
+from tests.rendezvous.world import Violation
 
 SEEDS = 20
 # Worlds that once broke a promise, by profile.
@@ -106,6 +108,16 @@ def counted_names():
                 continue
             if node.func.attr == "count" and ast.unparse(node.func.value).endswith("context"):
                 yield node.args[0].value
+
+
+def test_a_wrong_byte_that_was_read_is_noticed_by_its_digest_and_by_nothing_else():
+    profile = PROFILES["pulls, compared"]
+    worlds = [run(seed, profile) for seed in range(10)]
+    assert sum(world.counts["cancellations", "digest"] for world in worlds) > 5
+    assert sum(world.outcomes["Received"] for world in worlds) > 20
+    with pytest.raises(Violation, match="turned"):
+        for seed in range(5):
+            run(seed, replace(profile, digests=False))
 
 
 def test_every_metric_of_the_state_machines_moves():

@@ -46,6 +46,7 @@ MESSAGES = [
     Done(N, 0, 12, piece=1), Need(N, 1), Grant(N, 1, 0), Return(N, 1),
     Register(N, 1, MATCH, 0, 40, (), 1000, pull=True), Lend(N, 1, (BlockList(0, (1, 10)),)),
     Lend(N, 1, (BlockList(0, (1, 3)),)), Taken(N, 1), Taken(N, 2),
+    Register(N, 1, MATCH, 0, 40, (BlockList(0, (1, 10)),), 1000, pull=True), Kept(N, 1, b"d"),
     Kept(N, 1), Lend(N, 2, (BlockList(0, (1, 10)),)),
     Cancelled(N), Alive(True), Alive(False),
     Move("prefill", "P0/0/1/5", b"P0/0/1/5"), Move("decode", "D0/0/1/5", b"D0/0/1/5"),

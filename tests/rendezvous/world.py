@@ -37,11 +37,9 @@ BOUND = (
 class World:
     """Engines by name, the agents that are open, and everything that is going to happen."""
 
-    def __init__(
-        self, seed: int, shapes: dict[str, tuple[str, Shape]], faults: Faults, streaming="chunk"
-    ):
+    def __init__(self, seed: int, shapes: dict[str, tuple[str, Shape]], faults: Faults, **settings):
         batch = 6 if seed % 3 == 2 else 0  # tokens that wait for more
-        self.config = replace(CONFIG, streaming=streaming, batch_tokens=batch)
+        self.config = replace(CONFIG, batch_tokens=batch, **settings)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.faults = faults
