@@ -6,15 +6,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 
 import pytest
 
+from neuron_push.demo.report import Samples
 from neuron_push.emulation import network, pattern
+from neuron_push.processes import free_ports
 from tests.emulation import kit
 
 pytest.importorskip("vllm")
 pytest.importorskip("nixl_cu12")
+psutil = pytest.importorskip("psutil")
 
 FLEET = """
 router: {{}}
@@ -22,12 +26,14 @@ router: {{}}
 engines:
   - name: prefill
     role: prefill
+    port: {ports[0]}
     device: trn2
     profile: quick
     fault: "{fault}"
     settings: {settings}
   - name: decode
     role: decode
+    port: {ports[1]}
     device: trn2
     block_size: 48
     profile: quick
@@ -39,7 +45,9 @@ class Command:
     """The command as a user runs it."""
 
     def __init__(self, folder, fault="", more="", settings="{}"):
-        text = FLEET.format(fault=fault, more=more, settings=settings)
+        ports = free_ports(2)
+        self.engines = [f"http://127.0.0.1:{port}" for port in ports]
+        text = FLEET.format(fault=fault, more=more, settings=settings, ports=ports)
         (folder / "fleet.yaml").write_text(text)
         self.logs = folder / "logs"
         words = [sys.executable, "-m", "neuron_push.cli", "emulate", str(folder / "fleet.yaml")]
@@ -126,6 +134,65 @@ def asks_like_any_client(url):
     chat = {"messages": messages, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
     first, *_ = post(url, "chat/completions", **chat)["logprobs"]["content"]
     assert len(first["top_logprobs"]) == 3
+
+
+# How much faster than by default time passes, for all that an engine does by time.
+RATE = 50
+HOUR = (
+    "{silence: 0.06, alive_interval: 0.01, lease: 0.6, rotation_interval: 0.02, idle_poll: 0.0004}"
+)
+# What each process of a fleet may take more of meanwhile.
+MOST = {"threads": 0, "descriptors": 4, "rss_kib": 8 << 10}
+
+
+def holdings(command):
+    """What each process of a fleet holds."""
+    processes = psutil.Process(command.process.pid).children(recursive=True)
+    return {
+        each.pid: {
+            "threads": each.num_threads(),
+            "descriptors": each.num_fds(),
+            "rss_kib": each.memory_info().rss >> 10,
+        }
+        for each in processes
+    }
+
+
+def in_use(engine):
+    """What an engine holds after a step of its own, by which it says so."""
+    post(engine, "v1/completions", prompt=".", max_tokens=1)
+    with urllib.request.urlopen(f"{engine}/metrics", timeout=60) as answer:
+        return Samples(answer.read().decode()).in_use()
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.real_nixl
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_after_an_idle_hour_nothing_has_grown_and_the_next_request_is_served(start):
+    command = start(settings=HOUR)
+    url = command.url()
+    for seed in range(4):
+        ask(url, kit.prompt(700, seed), 8)
+    before = holdings(command)
+    time.sleep(3600 / RATE)
+    after = holdings(command)
+    assert after.keys() == before.keys()
+    for pid, held in after.items():
+        grown = {key: held[key] - before[pid][key] for key in MOST}
+        print(f"process {pid}: grown by {grown}, of {before[pid]}")
+        assert all(grown[key] <= most for key, most in MOST.items()), psutil.Process(pid).cmdline()
+    prompt = kit.prompt(1500, seed=9)
+    assert ask(url, prompt, 8) == pattern.continuation(prompt, 8)
+    for engine in command.engines:
+        deadline = time.monotonic() + 20
+        while (held := in_use(engine)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not held, engine
+    status, text = command.stop()
+    assert status == 0, text
+    assert " 0 wrong rows" in text
 
 
 @pytest.mark.engines
