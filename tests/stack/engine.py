@@ -105,6 +105,7 @@ class Engine:
     shape: Shape
     up: bool = True
     frozen_until: float = 0.0
+    unasked: bool = False  # vLLM let go of blocks unasked since it last scheduled
     epochs: Counter = field(default_factory=Counter)  # how often each block was handed out
     # (attempt, block) -> hand-outs of it when it was registered
     registered: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -271,6 +272,7 @@ class Engine:
         """Schedule and launch one step; whether it computes anything."""
         clock = self.world.clock
         output = self.scheduler.schedule()
+        self.unasked = False
         meta, output.kv_connector_metadata = output.kv_connector_metadata, None
         for command in decode(meta.now):
             if isinstance(command, Receive) and command.start < command.stop:

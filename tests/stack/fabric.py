@@ -1,7 +1,8 @@
 """NIXL's place: notifications are delayed, lost, doubled and overtaken; WRITEs land late and torn.
 
 What lands is judged: a WRITE or READ may move bytes only into blocks that were held for its attempt
-since it was registered, and a WRITE only out of blocks that nobody was given since it was posted.
+since it was registered, a WRITE only out of blocks that nobody was given since it was posted, and a
+READ only out of blocks that are held as long as its prefill rank lends them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Flight:
     """What is known of a WRITE or READ while it moves bytes."""
 
     write: PostedWrite
-    attempt: int  # of the WRITE
+    attempt: int
+    reader: object = None  # the worker, of a READ
+    owner: object = None  # the worker whose blocks are read
     # Blocks on both sides, as (engine, block, hand-outs of it so far), but for slabs.
     source: list = field(default_factory=list)
     target: list = field(default_factory=list)
@@ -93,12 +96,14 @@ class StormyFabric(MemoryFabric):
     def launch(self, posted: PostedWrite, source, target) -> None:
         """A WRITE or READ begins: what it touches is looked up, its pieces get their times."""
         world, clock = self.world, self.world.clock
-        flight = Flight(posted, 0)
-        if not posted.reads:
+        owner, receiver = self.owners[source.name], self.owners[target.name]
+        flight = Flight(posted, 0, owner=owner)
+        if posted.reads:
+            flight.attempt, flight.reader = receiver.attempt_of_read(posted.id), receiver
+        else:
             done = decode_notification(posted.payload)
             assert isinstance(done, Done)
             flight.attempt = attempt_of(done.attempt)
-        owner, receiver = self.owners[source.name], self.owners[target.name]
         clock.rng.shuffle(posted.rows)
         flight.source = owner.blocks_at(row[0] for row in posted.rows)
         flight.target = receiver.blocks_at(row[1] for row in posted.rows)
@@ -121,7 +126,7 @@ class StormyFabric(MemoryFabric):
         write, check = flight.write, self.world.clock.check
         if write not in self.writes or not nbytes:
             return False
-        what = "READ" if write.reads else f"WRITE of attempt {flight.attempt}"
+        what = f"{'READ' if write.reads else 'WRITE'} of attempt {flight.attempt}"
         for engine, block, epoch in flight.target:
             good = engine.held(block) and engine.epochs[block] == epoch
             check(good, f"{engine}: a {what} lands in block {block}, which is not held for it")
@@ -130,6 +135,10 @@ class StormyFabric(MemoryFabric):
                 # One that vLLM let go of unasked is held again before anybody is given it.
                 good = engine.epochs[block] == epoch
                 check(good, f"{engine}: a {what} reads block {block}, which was handed out")
+        if write.reads and flight.owner.lends(flight.reader, flight.attempt):
+            for engine, block, epoch in flight.source:
+                good = engine.epochs[block] == epoch and (engine.held(block) or engine.unasked)
+                check(good, f"{engine}: a {what} reads block {block}, lent and not held")
         self.land(write, nbytes)
         return True
 

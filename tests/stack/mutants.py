@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_push.commands import Received
-from neuron_push.rendezvous import consumer
-from neuron_push.rendezvous.events import Tell
+from neuron_push.rendezvous.landing import Landings
 from neuron_push.transfer import TransferThread
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
@@ -18,8 +16,12 @@ from tests.stack.world import World
 def settle_a_prefix_hit_early(patch):
     """What the prefix cache holds is settled when the request is scheduled, not with its step."""
 
+    def step(self, output, pins, original=Prefills.step):
+        self.hits = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        original(self, output, pins)
+
     def settle(self, prefill, reached, pins, original=Prefills._settle):
-        hit = prefill.request.num_cached_tokens
+        hit = self.hits.get(prefill.request.request_id, 0)
         if not prefill.settled and 0 < hit < reached:
             before = len(self._due)
             original(self, prefill, hit, pins)
@@ -27,21 +29,19 @@ def settle_a_prefix_hit_early(patch):
             del self._due[before:]
         original(self, prefill, reached, pins)
 
+    patch.setattr(Prefills, "step", step)
     patch.setattr(Prefills, "_settle", settle)
 
 
 def decode_before_all_has_landed(patch):
     """Decode takes the first part of a prompt for the whole."""
 
-    def on_done(self, link, message, now, original=consumer.Consumer.on_done):
-        original(self, link, message, now)
-        for attempt in self.attempts.values():
-            if attempt.number == message.attempt and not attempt.reported:
-                command = attempt.command
-                self._context.act(Tell(Received(command.attempt, command.request)))
-                attempt.reported = True
+    def landed(self, attempt, share, message, original=Landings.landed):
+        last = original(self, attempt, share, message)
+        share.landed.add(attempt.command.start, attempt.command.stop)
+        return last
 
-    patch.setattr(consumer.Consumer, "on_done", on_done)
+    patch.setattr(Landings, "landed", landed)
 
 
 def skip_the_fence(patch):
@@ -73,6 +73,7 @@ MUTANTS = {
     worlds.free_when_the_link_is_lost: ("quarrels", 0),
     worlds.cancelled_before_the_drain: ("losses", 0),
     worlds.decode_without_confirmation: ("pull, losses", 0),
+    worlds.lend_what_may_go: ("pull", 0),
     worlds.count_instead_of_sets: ("losses", 13),
     worlds.revive_ended_attempts: ("losses", 20),
     worlds.free_on_timeout: ("quarrels", 36),

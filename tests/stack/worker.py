@@ -11,6 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 import neuron_push.transfer.sidechannel as sidechannel_module
 import neuron_push.vllm.worker as worker_module
+from neuron_push.rendezvous.attempt import attempt_of
 from neuron_push.transfer import TransferThread
 from neuron_push.vllm.connector import NeuronPushConnector
 from tests.stack.device import HEADS, Memory, PlayedAccelerator
@@ -94,6 +95,22 @@ class Worker:
         """(engine, block, hand-outs so far) of everything at these addresses but slabs."""
         found = {self.memory.block_at(address) for address in addresses} - {None}
         return [(self.engine, block, self.engine.epochs[block]) for block in sorted(found)]
+
+    def attempt_of_read(self, read) -> int:
+        """The attempt that a READ of this rank's belongs to."""
+        number, _ = self.thread._core.consumer.reads.find(read) or (0, None)
+        return number
+
+    def lends(self, reader, attempt: int) -> bool:
+        """Whether this rank lends blocks to another one for an attempt of its."""
+        who = reader.thread._core._context.identity
+        return any(
+            sending.lender is not None
+            and attempt_of(sending.register.attempt) == attempt
+            and (sending.link.engine, sending.link.rank, sending.link.incarnation)
+            == (who.engine, who.rank, who.incarnation)
+            for sending in self.thread._core.producer.sendings.values()
+        )
 
     # ------------------------------------------------------------------ hooks, in a runner's order
 
