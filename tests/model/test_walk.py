@@ -19,10 +19,10 @@ NOTICED = (
 )  # fmt: skip
 
 
-def test_promises_hold_in_long_runs():
+def test_promises_hold_in_long_runs(say):
     walks = [play(seed, STEPS) for seed in range(SEEDS)]
     steps, received = sum(w.steps for w in walks), sum(w.received for w in walks)
-    print(f"seeds 0 to {SEEDS - 1}: {steps} steps, {received} requests received")
+    say(f"tests/model: {steps:,} steps in walks of seeds 0 to {SEEDS - 1}, {received} requests")
     assert steps > SEEDS * STEPS and received > SEEDS
 
 
