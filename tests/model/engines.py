@@ -143,10 +143,11 @@ class DecodeEngine(Engine):
         self.attempts: dict[int, str] = {}
 
     def new(self, leg):
-        _, name, transfer, prompt, tokens = leg
+        _, name, transfer, prompt, tokens, pull = leg
         request = self.requests[name] = Request(name, prompt, tokens)
         match = Match(transfer, "base", prompt.encode(), tokens)
-        self.decodes.begin(request, DecodeLeg(transfer, Address("P", 1), "", "", None), match)
+        where = DecodeLeg(transfer, Address("P", 1), "", "", None, pull)
+        self.decodes.begin(request, where, match)
 
     def step(self):
         """Schedule, run, and take the workers' results."""
@@ -246,7 +247,7 @@ class PrefillEngine(Engine):
         self.preempted: list[str] = []
 
     def new(self, leg):
-        _, name, transfer, prompt, tokens = leg
+        _, name, transfer, prompt, tokens, _ = leg
         request = self.requests[name] = Request(name, prompt, tokens)
         if transfer is not None:
             self.prefills.begin(request, Match(transfer, "base", prompt.encode(), tokens))

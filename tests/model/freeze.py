@@ -26,6 +26,7 @@ TIMES = {
     "Link": {"heard", "spoke", "asked"},
     "Links": {"_ticked"},
     "Write": {"posted"},
+    "Read": {"posted"},
     "Want": {"asked"},
     "Sending": {"expires", "repeat_at"},
     "Source": {"finished"},

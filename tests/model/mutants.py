@@ -130,6 +130,9 @@ MUTANTS = {
     ask_nothing_before_a_preemption: "preemption",
     ask_nothing_before_an_allocation: "preemption",
     keep_pins_for_ever: "one request",
+    worlds.decode_without_confirmation: "pull, false alarm",
+    worlds.lend_what_may_go: "pull",
+    worlds.call_a_read_quiet: "pull",
     forget_to_say_it_again: "abort and timeouts",
 }
 BOUNDS = {**SCENARIOS, **NIGHT}

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 from neuron_push.commands import decode
 from neuron_push.config import Config
-from neuron_push.plan import decode_runs
 from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, encode
 from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous import events as ev
@@ -56,13 +55,37 @@ class Write:
     blocks: tuple[int, ...]  # of decode
     done: bytes
 
+    @property
+    def into(self) -> str:
+        """The agent whose memory it changes."""
+        return self.target
+
+
+@dataclass(frozen=True)
+class Read:
+    """A posted READ: whose, where from, and what it reads and touches. Torn as the reader likes."""
+
+    reader: str  # agents
+    owner: str
+    number: int
+    attempt: int
+    start: int
+    stop: int
+    source: tuple[tuple[int, tuple[str, int]], ...]  # (block, what it must hold)
+    blocks: tuple[int, ...]  # of decode
+
+    @property
+    def into(self) -> str:
+        """The agent whose memory it changes."""
+        return self.reader
+
 
 @dataclass
 class Effects:
     """What one step of one process does to the world."""
 
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)  # from, to, message
-    posted: list[Write] = field(default_factory=list)
+    posted: list[Write | Read] = field(default_factory=list)
     asked: list[tuple] = field(default_factory=list)  # over the side channel
     closed: list[str] = field(default_factory=list)  # agents
     # Attempts that a request is about to decode over: (attempt, start, stop).
@@ -161,6 +184,10 @@ class Process:
         if self.core.producer.writes.sending(number) is not None:
             self.feed(ev.WriteEnded(number, outcome, "" if outcome == "done" else "cancelled"))
 
+    def read(self, number, outcome):
+        if self.core.consumer.reads.find(number) is not None:
+            self.feed(ev.ReadEnded(number, outcome, "" if outcome == "done" else "cancelled"))
+
     def unreachable(self, agent):
         self.feed(ev.Unreachable(agent, "disconnected"))
 
@@ -254,18 +281,24 @@ class Process:
         check(known, f"{self.name} posts towards {action.agent}, which it has not met")
         done = action.done
         source = self.core.producer.writes.sending(action.write).source
-        ours, theirs = action.source_blocks[0], action.destination_blocks[0]
-        first, last = done.start // BLOCK, -(-done.stop // BLOCK)
-        reads = tuple(
-            (int(ours.ids[i - ours.first]), (source.match.fingerprint.decode(), i))
-            for i in range(first, last)
-        )
-        blocks = tuple(int(theirs.ids[i - theirs.first]) for i in range(first, last))
+        reads, blocks = _touched(action, done, source.match)
         self.effects.posted.append(
             Write(
                 self.open[action.generation], str(action.agent), int(action.write),
                 attempt_of(done.attempt), done.start, done.stop, source.pin, reads, blocks,
                 encode(done),
+            )
+        )  # fmt: skip
+
+    def _fetch(self, action):
+        known = action.agent in self.loaded.get(action.generation, ())
+        check(known, f"{self.name} READs from {action.agent}, which it has not met")
+        match = self.core.consumer.attempts[action.attempt].command.match
+        reads, blocks = _touched(action, action, match)
+        self.effects.posted.append(
+            Read(
+                self.open[action.generation], str(action.agent), int(action.read), action.attempt,
+                action.start, action.stop, reads, blocks,
             )
         )  # fmt: skip
 
@@ -286,12 +319,23 @@ class Process:
             "sendings": core.producer.sendings,
             "sources": len(core.producer.sources),
             "WRITEs": core.producer.writes,
+            "READs": core.consumer.reads,
+            "loans": core.producer.loans,
             "a rotation": core.generations.pending,
             "sessions": any(link.sessions for link in core.links),
             "two agents": len(self.open) != 1,
             "reports": self.thread.reports,
         }
         return [name for name, value in left.items() if value] + self.engine.leftovers()
+
+
+def _touched(action, span, match):
+    """What a WRITE or READ of some tokens reads, with what must be there, and what it changes."""
+    source, target = action.source_blocks[0], action.destination_blocks[0]
+    indexes = range(span.start // BLOCK, -(-span.stop // BLOCK))
+    prompt = match.fingerprint.decode()
+    reads = tuple((int(source.ids[i - source.first]), (prompt, i)) for i in indexes)
+    return reads, tuple(int(target.ids[i - target.first]) for i in indexes)
 
 
 def check(held, complaint):
@@ -306,4 +350,4 @@ def info(name, role, incarnation):
 
 
 SHARED = (CONFIG, SEMANTICS, GEOMETRY, SHAPE, VLLM)
-__all__ = ["BLOCK", "CONFIG", "SHARED", "Broken", "Effects", "Process", "Write", "decode_runs"]
+__all__ = ["BLOCK", "CONFIG", "SHARED", "Broken", "Effects", "Process", "Read", "Write"]

@@ -6,6 +6,8 @@ often things are repeated, when a WRITE lands, and how the two engines' steps in
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.model.space import Bounds, D, Leg, P
 
 ONE = (Leg(P, "p", "t"), Leg(D, "d", "t"))
@@ -17,6 +19,9 @@ AGAIN = (*TWICE, Leg(P, "p2", "t", after="p"))
 HIT = (Leg(P, "other", None), *ONE)
 # Another request takes the blocks that are let go.
 CROWD = (*ONE, Leg(P, "other", None, prompt="another"))
+# Decode READs what prefill lends: in one piece, or in two.
+PULL = (SHORT[0], replace(SHORT[1], pull=True))
+LONG_PULL = (ONE[0], replace(ONE[1], pull=True))
 STEPS, GREETINGS, GENERATIONS = (frozenset({x}) for x in ("steps", "greetings", "generations"))
 
 # Of CI: every state, less than half a minute in all.
@@ -32,6 +37,10 @@ SCENARIOS = {
     "P dies": Bounds(ONE, crashes=(1, 0)),
     "D dies": Bounds(ONE, crashes=(0, 1)),
     "greetings": Bounds(ONE, overtaken=1, slow=GREETINGS),
+    "pull": Bounds(LONG_PULL, aborts=(1, 1)),
+    "pull, false alarm": Bounds(PULL, alarms=(1, 0), aborts=(0, 1)),
+    "pull, timeouts": Bounds(PULL, lates=(2, 0), deaf=True),
+    "pull, P dies": Bounds(PULL, crashes=(1, 0)),
 }
 
 # Of the night: what troubles do to each other.
@@ -60,5 +69,13 @@ NIGHT = {
         ONE, broken=2, aborts=(1, 1), lates=(1, 1), deaf=True, slow=GENERATIONS
     ),
     "both die": Bounds(ONE, crashes=(1, 1), lates=(1, 1), aborts=(0, 1), slow=GENERATIONS),
+    "pull, aborts, timeouts": Bounds(PULL, aborts=(1, 1), lates=(2, 1), deaf=True),
+    "pull, false alarms": Bounds(PULL, alarms=(1, 1), aborts=(0, 1), slow=GENERATIONS),
+    "pull, broken READ": Bounds(LONG_PULL, broken=1, aborts=(0, 1), slow=GENERATIONS),
+    "pull, preemption, aborts": Bounds(
+        (*LONG_PULL, CROWD[2]), preempts=1, aborts=(1, 1), blocks=(3, 2)
+    ),
+    "pull, P restarts": Bounds(PULL, crashes=(1, 0), lates=(0, 1), slow=GENERATIONS),
+    "pull, D restarts": Bounds(PULL, crashes=(0, 1), lates=(1, 0), slow=GENERATIONS),
     "prefix hit, preemption": Bounds(HIT, preempts=1, aborts=(1, 1), blocks=(4, 2), slow=STEPS),
 }

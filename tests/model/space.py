@@ -9,6 +9,10 @@ The network keeps whatever was sent to an agent that still exists: it may arrive
 number of times, in any order, or never. A posted WRITE may land, whole or torn, at any time until
 one of its agents is gone, so no step lands bytes: in *every* state the blocks of every WRITE that
 flies must be its attempt's, and the bytes that it reads its prompt's.
+
+A posted READ changes decode's blocks likewise, until decode's own agent is gone. Prefill may take
+back the blocks that it reads, if it takes decode for dead: then the READ is *spoilt*, it may have
+brought anything, and decode must never decode over what it brought.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from neuron_push.protocol import decode_notification
 from tests.model.engines import DecodeEngine, PrefillEngine
 from tests.model.freeze import Key, clone
-from tests.model.processes import SHARED, Broken, Process
+from tests.model.processes import SHARED, Broken, Process, Read
 
 P, D = 0, 1
 NAMES = "PD"
@@ -28,8 +32,8 @@ MOST_LATES = 8
 # Steps between two of those.
 MOST_STEPS = 400
 # A WRITE flies until it has landed; then prefill has yet to see that. One that was called broken
-# may still land, but nobody is told.
-FLYING, LANDED, BROKEN = "flying", "landed", "broken"
+# may still land, but nobody is told. A READ flies until decode has seen its end.
+FLYING, LANDED, BROKEN, SPOILT = "flying", "landed", "broken", "spoilt"
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,10 @@ class Leg:
     prompt: str = "prompt"
     tokens: int = 8
     after: str = ""
+    pull: bool = False  # of decode: READ what prefill lends
 
     def args(self):
-        return (self.side, self.name, self.transfer, self.prompt, self.tokens)
+        return (self.side, self.name, self.transfer, self.prompt, self.tokens, self.pull)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Bounds:
     aborts: tuple[int, int] = (0, 0)
     preempts: int = 0
     alarms: tuple[int, int] = (0, 0)  # transports that call a living peer unreachable
-    broken: int = 0  # WRITEs whose failure prefill is told of while they may still land
+    # WRITEs and READs whose failure their poster is told of while they may still land.
+    broken: int = 0
     overtaken: int = 0  # hellos that decode gave up and that arrive all the same
     blocks: tuple[int, int] = (2, 2)
     recompute: bool = False
@@ -126,6 +132,7 @@ class Space:
         self._changes: dict[tuple, Change] = {}
         self.messages, self.writes, self.asked, self.landed = Table(), Table(), Table(), Table()
         self.names = [leg.name for leg in bounds.legs]
+        self.pulls = any(leg.pull for leg in bounds.legs)
         self._starts: dict[tuple[int, int], int] = {}
         self.parents: dict[tuple, tuple | None] = {}
         self._ends: set[tuple] = set()
@@ -211,6 +218,8 @@ class Space:
         ps, ds = (change.local, ds) if side == P else (ps, change.local)
         if change.closed:
             writes = self._close(side, change.closed, writes)
+        if self.pulls:
+            writes = self._spoil(ps, writes)
         if change.received:
             self._check_received(ds, change.received, landed)
         net &= self._deliverable(ps, ds)
@@ -234,10 +243,21 @@ class Space:
         return local.inbox
 
     def _close(self, side, agents, writes):
-        """Agents are gone: what they wrote is gone too, what they were sent may be missed."""
-        for bit, (write, _) in self.writes.of(writes):
-            if side == P and write.writer in agents:
+        """Agents are gone: what they moved is gone too, what they were sent may be missed."""
+        for bit, (item, _) in self.writes.of(writes):
+            reads = isinstance(item, Read)
+            if side == (D if reads else P) and (item.reader if reads else item.writer) in agents:
                 writes ^= bit
+        return writes
+
+    def _spoil(self, ps, writes):
+        """READs in flight whose blocks prefill holds no more, while it could still be read."""
+        p = self.locals[ps] if ps >= 0 else None
+        for bit, (item, phase) in self.writes.of(writes if p else 0):
+            if not isinstance(item, Read) or phase != FLYING or item.owner not in p.open:
+                continue
+            if not {fact[1:] for fact in p.memory}.issuperset(item.source):
+                writes = writes & ~bit | self.writes.bit((item, SPOILT))
         return writes
 
     def _check_received(self, ds, received, landed):
@@ -254,20 +274,21 @@ class Space:
                 )
 
     def check(self, state):
-        """Promises 1 and 2 for every WRITE that flies."""
+        """Promises 1 and 2 for every WRITE that flies, and 1 for every READ."""
         ps, ds, _, writes, *_ = state
         d = self.locals[ds] if ds >= 0 else None
         p = self.locals[ps] if ps >= 0 else None
         for _, (write, phase) in self.writes.of(writes):
-            if phase == LANDED or d is None or write.target not in d.open:
+            if phase == LANDED or d is None or write.into not in d.open:
                 continue
             for block in write.blocks:
                 if (write.attempt, block) not in d.memory:
+                    kind = type(write).__name__.upper()
                     raise Broken(
-                        f"a WRITE of tokens {write.start}..{write.stop} for attempt "
+                        f"a {kind} of tokens {write.start}..{write.stop} for attempt "
                         f"{write.attempt} may land in block {block} of D, which is not held for it"
                     )
-            if p is None or write.writer not in p.open:
+            if isinstance(write, Read) or p is None or write.writer not in p.open:
                 continue
             for block, content in write.source:
                 if (write.pin, block, content) not in p.memory:
@@ -369,6 +390,9 @@ class Space:
         d = self.locals[ds] if ds >= 0 else None
         p = self.locals[ps] if ps >= 0 else None
         for bit, (write, phase) in self.writes.of(writes):
+            if isinstance(write, Read):
+                yield from self._reading(state, bit, write, phase, calm)
+                continue
             mine = p is not None and write.writer in p.open
             rest = writes & ~bit
             if phase == LANDED:
@@ -384,6 +408,30 @@ class Space:
                 )  # fmt: skip
             if mine and phase == FLYING and not calm:
                 yield from self._break(state, bit, write, d is not None and write.target in d.open)
+
+    def _reading(self, state, bit, read, phase, calm):
+        """Decode sees a READ end well, or is told that it is broken; bytes may move until then.
+
+        With prefill gone it may have ended before; faults being over, it just never ends.
+        """
+        ps, ds, _, writes, _, budget, _, landed = state
+        if phase == BROKEN or ds < 0 or read.reader not in self.locals[ds].open:
+            return
+        there = ps >= 0 and read.owner in self.locals[ps].open
+        rest = writes & ~bit
+        if there or not calm:
+            change = self.change(ds, ("read", bit), ("read", read.number, "done"))
+            fact = (self.locals[ds].incarnation, read.attempt, read.start, read.stop)
+            good = 0 if phase == SPOILT else self.landed.bit(fact)
+            after = self.after(state, D, change, writes=rest, landed=landed | good)
+            yield (D, "sees a READ done", bit), after
+        if calm or (there and not budget[10]):
+            return
+        change = self.change(ds, ("broken READ", bit), ("read", read.number, "broken"))
+        rest |= self.writes.bit((read, BROKEN))
+        spent = spend(budget, 10) if there else budget
+        after = self.after(state, D, change, writes=rest, budget=spent)
+        yield (D, "sees a READ broken", bit), after
 
     def _break(self, state, bit, write, there):
         """The transport calls a WRITE broken: its target is gone, or only the connection is."""
@@ -572,15 +620,15 @@ class Space:
         return None
 
     def _prune(self, state):
-        """Leave out WRITEs of the dead that cannot land any more."""
+        """Leave out WRITEs of the dead that cannot land any more, and READs of the dead."""
         ps, ds, net, writes, *rest = state
         if not writes:
             return state
         p_open = self.locals[ps].open if ps >= 0 else ()
         d_open = self.locals[ds].open if ds >= 0 else ()
         for bit, (write, phase) in self.writes.of(writes):
-            told = phase == BROKEN or write.writer not in p_open
-            if told and write.target not in d_open:
+            told = isinstance(write, Read) or phase == BROKEN or write.writer not in p_open
+            if told and write.into not in d_open:
                 writes ^= bit
         return (ps, ds, net, writes, *rest)
 
@@ -621,7 +669,7 @@ def describe(space, label):
     if what == "hears":
         sender, _, message = space.messages.things[rest[0].bit_length() - 1]
         return f"{text} {decode_notification(message)} from {sender}"
-    if "WRITE" in what:
+    if "WRITE" in what or "READ" in what:
         write, _ = space.writes.things[rest[0].bit_length() - 1]
         return f"{text}: tokens {write.start}..{write.stop} of attempt {write.attempt}"
     return " ".join([text, *map(str, rest)])

@@ -199,7 +199,7 @@ class Walk:
         prompt = f"{prompt}/{tokens}"
         for side, share in ((P, 0.9), (D, 0.9)):
             if self.processes[side] is not None and rng.random() < share:
-                self.do(side, "new", (side, f"r{number}", f"t{number}", prompt, tokens))
+                self.do(side, "new", (side, f"r{number}", f"t{number}", prompt, tokens, False))
 
     def late(self, side, deaf=False):
         process, other = self.processes[side], self.processes[1 - side]
