@@ -37,10 +37,11 @@ SCENARIOS = {
     "P dies": Bounds(ONE, crashes=(1, 0)),
     "D dies": Bounds(ONE, crashes=(0, 1)),
     "greetings": Bounds(ONE, overtaken=1, slow=GREETINGS),
-    "pull": Bounds(LONG_PULL, aborts=(1, 1)),
-    "pull, false alarm": Bounds(PULL, alarms=(1, 0), aborts=(0, 1)),
-    "pull, timeouts": Bounds(PULL, lates=(2, 0), deaf=True),
-    "pull, P dies": Bounds(PULL, crashes=(1, 0)),
+    "pull": Bounds(LONG_PULL, aborts=(1, 1), preempts=1, slow=STEPS),
+    "pull, false alarm": Bounds(PULL, alarms=(1, 0), aborts=(1, 1), slow=STEPS),
+    "pull, timeouts": Bounds(PULL, aborts=(0, 1), lates=(2, 0), deaf=True),
+    "pull, broken READ": Bounds(PULL, broken=1, aborts=(0, 1), slow=GENERATIONS),
+    "pull, P dies": Bounds(PULL, crashes=(1, 0), aborts=(0, 1)),
 }
 
 # Of the night: what troubles do to each other.
@@ -71,7 +72,7 @@ NIGHT = {
     "both die": Bounds(ONE, crashes=(1, 1), lates=(1, 1), aborts=(0, 1), slow=GENERATIONS),
     "pull, aborts, timeouts": Bounds(PULL, aborts=(1, 1), lates=(2, 1), deaf=True),
     "pull, false alarms": Bounds(PULL, alarms=(1, 1), aborts=(0, 1), slow=GENERATIONS),
-    "pull, broken READ": Bounds(LONG_PULL, broken=1, aborts=(0, 1), slow=GENERATIONS),
+    "pull, broken READs": Bounds(LONG_PULL, broken=2, aborts=(0, 1), slow=GENERATIONS),
     "pull, preemption, aborts": Bounds(
         (*LONG_PULL, CROWD[2]), preempts=1, aborts=(1, 1), blocks=(3, 2)
     ),
