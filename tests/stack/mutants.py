@@ -72,7 +72,7 @@ MUTANTS = {
     take_no_references: ("small pools", 0),
     worlds.free_when_the_link_is_lost: ("quarrels", 0),
     worlds.cancelled_before_the_drain: ("losses", 0),
-    worlds.decode_without_confirmation: ("chaos, pull", 0),
+    worlds.decode_without_confirmation: ("pull, freezes", 20),
     worlds.lend_what_may_go: ("pull", 0),
     worlds.count_instead_of_sets: ("losses", 13),
     worlds.revive_ended_attempts: ("losses", 20),

@@ -28,6 +28,11 @@ PROFILES = {
     "everybody": Profile(clients=EVERYBODY, leave=0.3),
     "losses": Profile(weather=WILD, leave=0.1),
     "pull, losses": Profile(weather=WILD, leave=0.1, mode="pull"),
+    # Prefill takes decode for dead, and its blocks back, under READs that go on.
+    "pull, freezes": Profile(
+        weather=Weather(land=0.05, late=0.3), mode="pull", freezes=6, requests=40,
+        prefills=(replace(P, **TIGHT),), settings=(("drain_timeout", 4.0),),
+    ),
     "small pools": Profile(
         prefills=(replace(P, **TIGHT),), decodes=(replace(D, **TIGHT),), resets=2, leave=0.2
     ),
