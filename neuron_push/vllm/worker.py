@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 NEVER = 1 << 30
 # After this long without any report, empty steps wait longer.
 QUIET = 1.0
+# A thread must be seen standing still for so long: the whole process may have been stopped.
+GRACE = 1.0
 
 
 class WorkerHalf:
@@ -81,7 +83,8 @@ class WorkerHalf:
         self._unpinned: list[tuple[int, int]] = []
         self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
-        self._stalled_for = 0.0  # when that was last looked at
+        self._stood = self._first = 0.0  # how long, at the last look; at the first of this stand
+        self._stalling = False  # and that this was said
         self._last_news = 0.0
         self._told = False  # whether the last step reported anything
         self._last_told = -TOLD
@@ -323,10 +326,22 @@ class WorkerHalf:
         if self._meta.idle and not self._rejected and not self._told:
             self._wait(thread)
         reports = thread.take()
-        if not reports and thread.stands > self._config.stall:
+        if self._kept(thread) and not reports:
             self._stalled(thread)
         self._told = bool(reports or self._rejected)
         return reports
+
+    def _kept(self, thread: TransferThread) -> bool:
+        """Whether one call keeps the thread: it stands still while this loop goes on.
+
+        A process that was stopped itself finds its thread far behind, and gives it time to come
+        round.
+        """
+        seconds = thread.stands
+        if min(seconds, self._stood) < GRACE or seconds < self._stood:
+            self._first, self._stalling = seconds, False
+        self._stood = seconds
+        return seconds > self._config.stall and seconds - self._first >= GRACE
 
     def _stalled(self, thread: TransferThread) -> None:
         """One call keeps the thread: end what waits for it. Blocks stay held until it returns.
@@ -338,9 +353,9 @@ class WorkerHalf:
         reason = f"the transfer thread is in one call for {seconds:.0f} s ({thread.doing})"
         if seconds > self._config.stall_most:
             raise DeadlineExceeded(f"{reason}: restart this engine")
-        if seconds < self._stalled_for or not self._stalled_for:
+        if not self._stalling:
             logger.error("%s; what waits for KV fails", reason)
-        self._stalled_for = seconds
+        self._stalling = True
         ended: list[Abandon] = []
         for attempt, packed in list(self._bound.items()):
             command = _receive(packed, attempt)

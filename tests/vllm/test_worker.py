@@ -392,9 +392,20 @@ def test_a_thread_that_one_call_keeps_ends_what_waits_for_it(half, log):
 
 def test_an_engine_whose_thread_never_comes_back_stops_with_the_reason(half):
     half.bind(StepMeta.of((replace(receive(1, "a"), hold_failure=True),)))
+    half._thread.stands = half._config.stall_most - 1
+    assert half.results() == (set(), set(), set())
     half._thread.stands = half._config.stall_most + 1
     with pytest.raises(DeadlineExceeded, match=r"Notify P.*restart this engine"):
         half.results()
+
+
+def test_a_process_that_was_stopped_itself_fails_nothing(half, log):
+    half.bind(StepMeta.of((receive(1, "a"),)))
+    for stands in (0.001, half._config.stall_most + 5, half._config.stall_most + 5.01, 0.002):
+        half._thread.stands = stands
+        assert half.results() == (set(), set(), set())
+    half._thread.reports = [Received(1, "a")]
+    assert half.results()[1] == {"a"} and not [c for c in submitted(log) if isinstance(c, Abandon)]
 
 
 def test_waits_are_longer_when_nothing_happens(half, log, monkeypatch):
