@@ -7,10 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from neuron_push import prompts
 from neuron_push.geometry import Semantics
 from neuron_push.prompts import Prompt
-from neuron_push.protocol import Match
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,11 +41,6 @@ def prompt_of(request: Request, transfer: str, counterpart: str = "") -> Prompt:
         request.request_id, transfer, counterpart, request.num_prompt_tokens,
         _sample(tokens) if transfer else tokens, also,
     )  # fmt: skip
-
-
-def match_of(request: Request, transfer: str, counterpart: str = "") -> Match:
-    """How the two legs of a request find each other."""
-    return prompts.match_of(prompt_of(request, transfer, counterpart))
 
 
 def _sample(tokens: Sequence[int]) -> Sequence[int]:

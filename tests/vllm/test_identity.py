@@ -17,6 +17,10 @@ from neuron_push.vllm import identity
 from tests.vllm.kit import cache_config, engine_config
 
 
+def match_of(*said):
+    return prompts.match_of(identity.prompt_of(*said))
+
+
 def request(name="cmpl-7-0-00aabbcc", tokens=range(200), features=(), lora=None):
     tokens = list(tokens)
     return SimpleNamespace(
@@ -42,47 +46,44 @@ def test_the_suffix_of_an_engine_is_left_off(name, base):
 
 def test_prompts_of_one_batch_stay_apart():
     names = [f"cmpl-7-{index}-0000000{index}" for index in range(3)]
-    found = [identity.match_of(request(name), "t") for name in names]
+    found = [match_of(request(name), "t") for name in names]
     assert [match.transfer for match in found] == ["t#0", "t#1", "t#2"]
-    assert identity.match_of(request("chatcmpl-7-deadbeef"), "t").transfer == "t"
+    assert match_of(request("chatcmpl-7-deadbeef"), "t").transfer == "t"
 
 
 def test_both_legs_of_a_batch_give_the_same_match():
-    prefill = identity.match_of(request("cmpl-7-1-0000000a"), "t")
-    decode = identity.match_of(request("cmpl-7-1-0000000b"), "t", "cmpl-7-0-0000000a")
+    prefill = match_of(request("cmpl-7-1-0000000a"), "t")
+    decode = match_of(request("cmpl-7-1-0000000b"), "t", "cmpl-7-0-0000000a")
     assert prefill == decode
 
 
 def test_without_a_transfer_the_base_ids_pair_and_the_counterpart_wins():
-    assert identity.match_of(request("a-0000000a"), "") == identity.match_of(
-        request("a-0000000b"), ""
-    )
-    assert identity.match_of(request("b-0000000b"), "", "a-0000000a").base == "a"
-    assert identity.match_of(request("b-0000000b"), "", "not-an-engine's").base == "b"
+    assert match_of(request("a-0000000a"), "") == match_of(request("a-0000000b"), "")
+    assert match_of(request("b-0000000b"), "", "a-0000000a").base == "a"
+    assert match_of(request("b-0000000b"), "", "not-an-engine's").base == "b"
 
 
 def test_prompts_differ_by_their_fingerprints():
-    base = identity.match_of(request(), "t")
+    base = match_of(request(), "t")
     ends = [5, *range(1, 200)], [*range(199), 5], range(199)
     for tokens in ends:
-        assert identity.match_of(request(tokens=tokens), "t").fingerprint != base.fingerprint
+        assert match_of(request(tokens=tokens), "t").fingerprint != base.fingerprint
     # With a router's id a sample guards against mistakes; without one every token counts.
     for position in range(200):
         tokens = list(range(200))
         tokens[position] = 999
         assert (
-            identity.match_of(request(tokens=tokens), "").fingerprint
-            != identity.match_of(request(), "").fingerprint
+            match_of(request(tokens=tokens), "").fingerprint != match_of(request(), "").fingerprint
         )
 
 
 def test_images_and_adapters_are_part_of_the_prompt():
-    plain = identity.match_of(request(), "t").fingerprint
+    plain = match_of(request(), "t").fingerprint
     image = [SimpleNamespace(identifier="hash-of-an-image")]
     lora = SimpleNamespace(lora_name="adapter")
     others = {
-        identity.match_of(request(features=image), "t").fingerprint,
-        identity.match_of(request(lora=lora), "t").fingerprint,
+        match_of(request(features=image), "t").fingerprint,
+        match_of(request(lora=lora), "t").fingerprint,
     }
     assert len({plain, *others}) == 3
 
@@ -90,7 +91,7 @@ def test_images_and_adapters_are_part_of_the_prompt():
 def test_a_prompt_given_as_embeddings_has_no_tokens():
     bare = request()
     bare.prompt_token_ids, bare.mm_features = None, None
-    assert identity.match_of(bare, "t").tokens == 200
+    assert match_of(bare, "t").tokens == 200
 
 
 @pytest.fixture(scope="module")
