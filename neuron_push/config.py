@@ -71,7 +71,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Silence after which a peer is taken for dead. A false death is harmless: its transfers
     fail, and the next request greets it again."""
 
-    resend: Seconds = 0.05
+    resend: Seconds = 0.04
     """First wait before an unanswered registration or cancellation is repeated; it doubles
     up to `resend_most`."""
 

@@ -14,7 +14,7 @@ from neuron_push.protocol import BlockList, Cancel, Register, clip
 from neuron_push.rendezvous.attempt import Attempt, AttemptState, Share
 from neuron_push.rendezvous.links import Context
 
-# A registration sent so often without an answer makes us ask who is there now: after 350 ms.
+# A registration sent so often without an answer makes us ask who is there now: after 280 ms.
 DOUBTFUL = 4
 
 
