@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from neuron_push.errors import ConfigError
+from neuron_push.limits import LIMITS, Limits
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Count = Annotated[int, Meta(ge=1)]
@@ -155,10 +156,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host memory, and time on both transfer threads: about 0.7 ms per MiB. What would be pulled and
     then brought into order by decode is pushed."""
 
-    max_notification: Annotated[int, Meta(ge=1 << 16, le=1 << 28)] = 1 << 20
-    """Longest notification, bytes. Longer ones of peers are not read, and a registration of ours
-    that would be longer fails its request. A million tokens in scattered blocks of 16 take 400 KiB.
-    Both engines use the same."""
+    limits: Limits = LIMITS
+    """What a peer may make this engine hold or look at, by name: `"limits": {"links": 64}`."""
 
     trace_events: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     """Trace events that the scheduler half and every worker rank keep for `neuron-push trace`,
@@ -172,17 +171,26 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         cls, settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ
     ) -> Config:
         """Build from user settings and environment; raises ConfigError naming the setting."""
-        known = {field.name for field in msgspec.structs.fields(cls)}
-        for name in settings:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown setting {name!r} in kv_connector_extra_config{hint}")
+        _refuse_unknown(settings, cls, "")
+        limits = settings.get("limits")
+        if isinstance(limits, Mapping):
+            _refuse_unknown(limits, Limits, "limits.")
         merged = {**_from_environment(environment), **settings}
         try:
             return msgspec.convert(merged, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"bad setting in kv_connector_extra_config: {error}") from None
+
+
+def _refuse_unknown(given: Mapping[str, Any], record: type[msgspec.Struct], within: str) -> None:
+    known = {field.name for field in msgspec.structs.fields(record)}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {within + near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"unknown setting {within + name!r} in kv_connector_extra_config{hint}"
+            )
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from neuron_push.errors import IncompatiblePair, PlanError
+from neuron_push.limits import LIMITS, Limits
 
 __all__ = [
     "Geometry",
@@ -39,15 +40,8 @@ Memory = Literal["DRAM", "VRAM"]
 PlaneKind = Literal["k", "v", "latent", "state"]
 GroupKind = Literal["full", "sliding", "mla", "state"]
 
-# One region per layer and per K or V; the deepest public models have about 130 layers.
-MAX_REGIONS: Final = 1024
-# vLLM's hybrid cache manager makes fewer than ten groups.
-MAX_GROUPS: Final = 64
-# All groups together.
-MAX_PLANES: Final = 4096
+# Numbers of layers; nothing is allocated by one.
 MAX_LAYERS: Final = 4096
-# Per group; multi-head attention without grouping reaches 128.
-MAX_HEADS: Final = 1024
 # Block and page numbers are int32 in every engine.
 MAX_PAGES: Final = 2**31 - 1
 # A block may be a whole sequence (NxD Inference without paging).
@@ -179,20 +173,25 @@ def axes(plane: Plane, group: Group) -> tuple[Axis, ...]:
     return outer + inner
 
 
-def check(geometry: Geometry) -> None:
+def check(geometry: Geometry, limits: Limits = LIMITS) -> None:
     """Judge a geometry that a peer sent, before anything is computed or allocated from it.
 
-    Guarantees: every count lies within its limit; every byte that a plane can address lies in its
+    Guarantees: every count lies within `limits`; every byte that a plane can address lies in its
     region; elements are aligned and no two of a plane overlap; heads and planes are unique.
 
     Raises:
         GeometryError: naming the part and what is wrong with it.
     """
     _require(geometry.element_bytes in ELEMENT_SIZES, f"element_bytes is {geometry.element_bytes}")
-    _require(len(geometry.regions) <= MAX_REGIONS, f"more than {MAX_REGIONS} regions")
-    _require(len(geometry.groups) <= MAX_GROUPS, f"more than {MAX_GROUPS} groups")
     planes = sum(len(group.planes) for group in geometry.groups)
-    _require(planes <= MAX_PLANES, f"more than {MAX_PLANES} planes")
+    heads = max((len(group.heads) for group in geometry.groups), default=0)
+    counts = {
+        "regions": len(geometry.regions), "groups": len(geometry.groups),
+        "planes": planes, "heads": heads,
+    }  # fmt: skip
+    for name, count in counts.items():
+        most = getattr(limits, name)
+        _require(count <= most, f"{count} {name}, where limits.{name} is {most}")
     _require(geometry.reserved_blocks >= 0, "reserved_blocks is negative")
     for index, region in enumerate(geometry.regions):
         _check_region(f"region {index}", region)
@@ -225,7 +224,6 @@ def _check_group(name: str, group: Group, geometry: Geometry) -> None:
     _require(group.num_blocks >= 1 and pages <= MAX_PAGES, f"{name}: num_blocks out of range")
     _require(geometry.reserved_blocks <= group.num_blocks, f"{name}: all blocks are reserved")
     _require(group.window >= 0, f"{name}: window is negative")
-    _require(len(group.heads) <= MAX_HEADS, f"{name}: more than {MAX_HEADS} heads")
     _require(bool(group.heads) or not group.planes, f"{name}: planes without heads")
     _require(all(head >= 0 for head in group.heads), f"{name}: a head number is negative")
     _require(len(set(group.heads)) == len(group.heads), f"{name}: a head is listed twice")

@@ -41,7 +41,6 @@ def settings() -> str:
     """Every setting of the connector."""
     from neuron_push.config import Config
 
-    texts = docstrings(Config)
     lines = [
         "# Settings of the connector",
         "",
@@ -52,12 +51,20 @@ def settings() -> str:
         "| setting | default | allowed | meaning |",
         "|---|---|---|---|",
     ]
-    for field in msgspec.structs.fields(Config):
-        default = msgspec.json.encode(field.default).decode()
-        lines.append(
-            f"| `{field.name}` | `{default}` | {allowed(field.type)} | {cell(texts[field.name])} |"
-        )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *rows(Config), ""])
+
+
+def rows(record: type[msgspec.Struct], within: str = "") -> Iterator[str]:
+    """A row per field of a record of settings, and of the records in it."""
+    texts = docstrings(record)
+    for field in msgspec.structs.fields(record):
+        name, text = within + field.name, cell(texts[field.name])
+        if isinstance(field.default, msgspec.Struct):
+            yield f"| `{name}` | | the settings below | {text} |"
+            yield from rows(type(field.default), f"{name}.")
+        else:
+            default = msgspec.json.encode(field.default).decode()
+            yield f"| `{name}` | `{default}` | {allowed(field.type)} | {text} |"
 
 
 def allowed(kind: object) -> str:

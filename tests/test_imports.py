@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "errors",
             "versions",
             "config",
+            "limits",
             "geometry",
             "layouts",
             "backends",
@@ -82,7 +83,9 @@ VENDORS = {"neuron_push_cuda", "neuron_push_neuron"}
 # Rendezvous is a pure function of events and times.
 IMPURE = ENGINE | {"threading", "socket", "time", "zmq", "asyncio", "queue", "random"}
 # The side channel's messages and the settings, nothing that leads to a device.
-ROUTER_MAY = {"router", "protocol", "sidechannel", "tracing", "config", "errors", "versions"}
+ROUTER_MAY = {
+    "router", "protocol", "sidechannel", "tracing", "config", "errors", "limits", "versions",
+}  # fmt: skip
 
 
 def sources(folder: Path) -> list[Path]:

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 
 from neuron_push import protocol
 from neuron_push.errors import PeerError
+from neuron_push.limits import LIMITS
 from neuron_push.protocol import (
     MAGIC,
-    MAX_GROUPS,
-    MAX_NOTIFICATION,
-    MAX_RANKS,
-    MAX_SIDE_CHANNEL,
     MAX_TEXT,
     VERSION,
     Address,
@@ -53,8 +50,8 @@ SIDE_CHANNEL = [
     Welcome("e", 1, 2, "e/1/2/0", b"meta"),
 ]  # fmt: skip
 DECODERS = {
-    "side channel": (decode_side_channel, MAX_SIDE_CHANNEL),
-    "notification": (decode_notification, MAX_NOTIFICATION),
+    "side channel": (decode_side_channel, LIMITS.side_channel),
+    "notification": (decode_notification, LIMITS.notification),
 }
 # What msgspec would build from its own types, within the limits that the decoder checks.
 COUNT = st.integers(0, 2**63 - 1)
@@ -157,7 +154,7 @@ def test_other_versions_are_refused_by_name(name):
 @pytest.mark.parametrize("name", DECODERS)
 def test_oversized_frames_are_refused_unread(name):
     decode, limit = DECODERS[name]
-    with pytest.raises(PeerError, match="exceeds the limit"):
+    with pytest.raises(PeerError, match=r"limits\.(notification|side_channel) is"):
         decode(encode(Who()) + bytes(limit))
 
 
@@ -182,7 +179,7 @@ BAD = {
     "a negative attempt": Register(-1, 1, MATCH, 0, 4, (), 0),
     "a negative link": Register(1, -1, MATCH, 0, 4, (), 0),
     "negative patience": Register(1, 1, MATCH, 0, 4, (), -1),
-    "too many groups": Register(1, 1, MATCH, 0, 4, (BlockList(0, ()),) * (MAX_GROUPS + 1), 0),
+    "too many groups": Register(1, 1, MATCH, 0, 4, (BlockList(0, ()),) * (LIMITS.groups + 1), 0),
     "a long identifier": Register(1, 1, Match("t" * (MAX_TEXT + 1), "", b"", 4), 0, 4, (), 0),
     "a long fingerprint": Register(1, 1, Match("t", "", b"f" * 65, 4), 0, 4, (), 0),
     "an empty Done": Done(1, 4, 4),
@@ -200,7 +197,7 @@ def test_notifications_beyond_the_limits_are_refused(name):
 
 def test_an_engine_of_too_many_ranks_is_refused():
     tiny = RankInfo(0, 1, Address("h", 1), msgspec.structs.replace(GEOMETRY, groups=()))
-    many = msgspec.structs.replace(INFO, ranks=(tiny,) * (MAX_RANKS + 1))
+    many = msgspec.structs.replace(INFO, ranks=(tiny,) * (LIMITS.ranks + 1))
     with pytest.raises(PeerError, match="ranks"):
         decode_side_channel(encode(many))
 

@@ -19,8 +19,8 @@ from neuron_push.errors import (
     TransportError,
 )
 from neuron_push.geometry import Geometry, Semantics
+from neuron_push.limits import LIMITS
 from neuron_push.protocol import (
-    MAX_SIDE_CHANNEL,
     VERSION,
     Address,
     Announce,
@@ -33,7 +33,7 @@ from neuron_push.protocol import (
     decode_side_channel,
     encode,
 )
-from neuron_push.sidechannel import MAX_QUESTIONS, Client, Listener, Server, ask, ask_async
+from neuron_push.sidechannel import Client, Listener, Server, ask, ask_async
 from neuron_push.sidechannel.sockets import endpoint
 
 HEADER = b"NP" + bytes([VERSION])
@@ -148,7 +148,7 @@ def test_a_question_is_answered(server, client):
         ([b"NP\x00" + encode(Who())[3:]], f"protocol version 0 is not {VERSION}"),
         ([b"NP\x63" + encode(Who())[3:]], "protocol version 99"),
         ([encode(Who()), b"more"], "one frame"),
-        ([b"\x00" * (MAX_SIDE_CHANNEL + 1)], "exceeds the limit"),
+        ([b"\x00" * (LIMITS.side_channel + 1)], "limits.side_channel is"),
     ],
     ids=["empty", "http", "garbage", "no body", "old", "new", "two frames", "oversized"],
 )
@@ -161,7 +161,7 @@ def test_what_is_no_message_is_refused_and_counted(server, raw, client, frames, 
 
 
 def test_a_frame_far_over_the_limit_is_not_even_read(server, raw, client):
-    raw.socket.send(b"\x00" * (2 * MAX_SIDE_CHANNEL))
+    raw.socket.send(b"\x00" * (2 * LIMITS.side_channel))
     put(client, server.address)
     answer_of(client, lambda: [request.answer(WELCOME) for request in server.poll()])
     assert server.rejected == 0
@@ -180,10 +180,10 @@ def test_an_answer_to_somebody_who_left_is_dropped(server, client):
 def test_an_answer_over_the_limit_is_our_own_mistake(server, client):
     put(client, server.address)
     (request,) = until(server.poll)
-    large = Welcome("p", 0, 1, "p", b"\x00" * MAX_SIDE_CHANNEL)
-    with pytest.raises(ProtocolError, match="exceeds"):
+    large = Welcome("p", 0, 1, "p", b"\x00" * LIMITS.side_channel)
+    with pytest.raises(ProtocolError, match=r"limits\.side_channel is"):
         request.answer(large)
-    with pytest.raises(ProtocolError, match="exceeds"):
+    with pytest.raises(ProtocolError, match=r"limits\.side_channel is"):
         put(client, server.address, large, key="other")
 
 
@@ -235,7 +235,7 @@ def test_a_hundred_questions_at_once_find_their_own_answers(server, client):
 
 def test_questions_are_bounded_and_keys_are_unique(silent_port, client):
     address = Address(HOST, silent_port)
-    for number in range(MAX_QUESTIONS):
+    for number in range(LIMITS.questions):
         put(client, address, key=number)
     with pytest.raises(ProtocolError, match="still open"):
         put(client, address, key=0)

@@ -30,6 +30,7 @@ from neuron_push.emulation.link import linked
 from neuron_push.errors import NeuronPushError
 from neuron_push.geometry import Geometry, Group, Region, Semantics
 from neuron_push.layouts import Place, View, split_first
+from neuron_push.limits import Limits
 from neuron_push.nixl import factory
 from neuron_push.protocol import Address, EngineInfo, Match
 from neuron_push.rendezvous import Identity
@@ -463,7 +464,7 @@ def test_a_registration_longer_than_the_configured_limit_fails_with_the_setting(
     monkeypatch: pytest.MonkeyPatch, short: str
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    most = {"D": Config(), "P": Config(), short: Config(max_notification=300)}
+    most = {"D": Config(), "P": Config(), short: Config(limits=Limits(notification=300))}
     with ExitStack() as stack:
         prefill = build(stack, "P", "producer", most["P"])
         decode = build(stack, "D", "consumer", most["D"])
@@ -471,5 +472,5 @@ def test_a_registration_longer_than_the_configured_limit_fails_with_the_setting(
         decode.thread.submit(encode([receive(prefill, match=match, patience=1.0)]))
         report = decode.hears(lambda report: isinstance(report, ReceiveFailed))
         assert isinstance(report, ReceiveFailed)
-        assert ("max_notification" in report.reason) == (short == "D")
+        assert ("limits.notification" in report.reason) == (short == "D")
         decode.hears(lambda report: report == Unpinned(1))

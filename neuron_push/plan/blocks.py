@@ -72,7 +72,7 @@ def decode_runs(runs: Sequence[int], limit: int) -> npt.NDArray[np.int32]:
     starts, counts = pairs[:, 0], pairs[:, 1]
     # Single counts are bounded first, so that their sum cannot wrap around.
     if counts.min() < 1 or counts.max() > limit or counts.sum() > limit:
-        raise PlanError(f"block runs must hold between 1 and {limit} blocks")
+        raise PlanError(f"block runs must hold between 1 and {limit} blocks (limits.blocks)")
     if starts.min() < 0 or starts.max() > MAX_BLOCK or (starts + counts).max() > MAX_BLOCK + 1:
         raise PlanError("a block id is out of range")
     ends = np.cumsum(counts)

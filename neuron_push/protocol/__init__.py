@@ -21,20 +21,7 @@ from neuron_push.protocol.codec import (
     decode_side_channel,
     encode,
 )
-from neuron_push.protocol.limits import (
-    LIMITS,
-    MAGIC,
-    MAX_BLOCKS,
-    MAX_GROUPS,
-    MAX_NOTIFICATION,
-    MAX_PIECE,
-    MAX_RANKS,
-    MAX_SIDE_CHANNEL,
-    MAX_SLABS,
-    MAX_TEXT,
-    VERSION,
-    Limits,
-)
+from neuron_push.protocol.limits import MAGIC, MAX_PIECE, MAX_TEXT, VERSION
 from neuron_push.protocol.notifications import (
     Alive,
     BlockList,
@@ -79,15 +66,8 @@ from neuron_push.protocol.sidechannel import (
 )
 
 __all__ = [
-    "LIMITS",
     "MAGIC",
-    "MAX_BLOCKS",
-    "MAX_GROUPS",
-    "MAX_NOTIFICATION",
     "MAX_PIECE",
-    "MAX_RANKS",
-    "MAX_SIDE_CHANNEL",
-    "MAX_SLABS",
     "MAX_TEXT",
     "VERSION",
     "Address",
@@ -109,7 +89,6 @@ __all__ = [
     "Holds",
     "Kept",
     "Lend",
-    "Limits",
     "Match",
     "Move",
     "Moved",

@@ -7,18 +7,14 @@ from typing import Any, Final
 import msgspec
 
 from neuron_push.errors import PeerError
+from neuron_push.limits import LIMITS, Limits
 from neuron_push.protocol.limits import (
-    LIMITS,
     MAGIC,
     MAX_DIGEST,
-    MAX_GROUPS,
     MAX_PARTS,
     MAX_PIECE,
-    MAX_RANKS,
-    MAX_SIDE_CHANNEL,
     MAX_TEXT,
     VERSION,
-    Limits,
 )
 from neuron_push.protocol.message import Message
 from neuron_push.protocol.notifications import (
@@ -44,27 +40,35 @@ def encode(message: Message) -> bytes:
     return _HEADER + _encoder.encode(message)
 
 
-def decode_side_channel(frame: bytes) -> SideChannelMessage:
+def decode_side_channel(frame: bytes, limits: Limits = LIMITS) -> SideChannelMessage:
     """Parse one side-channel frame.
 
     Raises PeerError, saying what was wrong, for anything that is not a well-formed message of
     this version within the limits.
     """
-    message: SideChannelMessage = _decode(frame, MAX_SIDE_CHANNEL, _side_channel_decoder)
-    if isinstance(message, EngineInfo) and len(message.ranks) > MAX_RANKS:
-        raise PeerError(f"EngineInfo lists {len(message.ranks)} ranks; the limit is {MAX_RANKS}")
+    message: SideChannelMessage = _decode(
+        frame, limits.side_channel, "side_channel", _side_channel_decoder
+    )
+    if isinstance(message, EngineInfo) and len(message.ranks) > limits.ranks:
+        raise PeerError(
+            f"EngineInfo lists {len(message.ranks)} ranks; limits.ranks is {limits.ranks}"
+        )
     return message
 
 
 def decode_notification(frame: bytes, limits: Limits = LIMITS) -> Notification:
     """Parse one NIXL notification; raises PeerError as `decode_side_channel` does."""
-    message: Notification = _decode(frame, limits.notification, _notification_decoder)
+    message: Notification = _decode(
+        frame, limits.notification, "notification", _notification_decoder
+    )
     if isinstance(message, Register):
-        _check_register(message)
+        _check_register(message, limits)
     elif isinstance(message, Need | Grant | Return) and not 0 < message.piece <= MAX_PIECE:
         raise PeerError(f"{type(message).__name__} names piece {message.piece}")
-    elif isinstance(message, Lend) and len(message.blocks) > MAX_GROUPS:
-        raise PeerError(f"Lend lists {len(message.blocks)} groups; the limit is {MAX_GROUPS}")
+    elif isinstance(message, Lend) and len(message.blocks) > limits.groups:
+        raise PeerError(
+            f"Lend lists {len(message.blocks)} groups; limits.groups is {limits.groups}"
+        )
     elif isinstance(message, Done):
         _check_done(message)
     if isinstance(message, Done | Kept) and len(message.digest) > MAX_DIGEST:
@@ -78,9 +82,9 @@ def clip(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
-def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    if len(frame) > limit:
-        raise PeerError(f"message of {len(frame)} bytes exceeds the limit of {limit}")
+def _decode(frame: bytes, most: int, name: str, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    if len(frame) > most:
+        raise PeerError(f"message of {len(frame)} bytes; limits.{name} is {most}")
     if frame[:2] != MAGIC:
         raise PeerError(f"not a neuron-push message: starts with {frame[:4]!r}")
     if len(frame) < 3 or frame[2] != VERSION:
@@ -101,14 +105,14 @@ def _check_done(message: Done) -> None:
         raise PeerError(f"Done names the empty or negative range {message.start}..{message.stop}")
 
 
-def _check_register(message: Register) -> None:
+def _check_register(message: Register, limits: Limits) -> None:
     texts = (message.match.transfer, message.match.base)
-    if any(len(text) > MAX_TEXT for text in texts) or len(message.match.fingerprint) > 64:
+    if any(len(text) > MAX_TEXT for text in texts) or len(message.match.fingerprint) > MAX_DIGEST:
         raise PeerError(f"Register carries an identifier longer than {MAX_TEXT}")
     if not 0 <= message.start <= message.stop <= message.match.tokens:
         raise PeerError(
             f"Register asks for tokens {message.start}..{message.stop} of {message.match.tokens}"
         )
     numbers = (message.attempt, message.link, message.patience_ms)
-    if len(message.blocks) > MAX_GROUPS or min(numbers) < 0:
-        raise PeerError("Register has a negative number or too many groups")
+    if len(message.blocks) > limits.groups or min(numbers) < 0:
+        raise PeerError("Register has a negative number or more groups than limits.groups")

@@ -1,43 +1,22 @@
-"""The version and the limits of both channels.
+"""The version of both channels, and what belongs to the messages themselves.
 
-Constants are part of the protocol: a peer may not exceed them, or they hold before any settings are
-known (the side channel answers routers and strangers). `Limits` is what an operator may set.
+Each follows from how a message is written, so both sides and every router must have the same. What
+an operator may set is in `neuron_push.limits`.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 VERSION: Final = 2
 MAGIC: Final = b"NP"
 
-# Unless set otherwise. A registration of a million tokens in fragmented 16-token blocks is about
-# 400 KiB; UCX and LIBFABRIC both carry notifications of a megabyte.
-MAX_NOTIFICATION: Final = 1 << 20
-# An engine of 64 ranks and 128 layers lists about 3 MiB of geometry.
-MAX_SIDE_CHANNEL: Final = 16 << 20
-# Longest identifier, reason or address that a peer may send, in bytes.
+# Longest identifier, reason or address, in characters: the sender cuts what is longer, without
+# knowing who will read it.
 MAX_TEXT: Final = 512
-# Blocks that one registration may list per group; 16 million tokens in 16-token blocks.
-MAX_BLOCKS: Final = 1 << 20
-MAX_GROUPS: Final = 64
-MAX_RANKS: Final = 4096
 # Numbers of staged pieces; one per MiB would reach this after an exabyte.
 MAX_PIECE: Final = 1 << 40
-# Bytes of a digest.
+# Bytes of a digest, and of a prompt's fingerprint: the longest that hashlib makes.
 MAX_DIGEST: Final = 64
-# Parts of a prompt's layers that travel apart.
+# Parts of a prompt's layers that travel apart; the sender cuts, and knows no setting of the reader.
 MAX_PARTS: Final = 64
-# Slabs that one rank may offer.
-MAX_SLABS: Final = 1024
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What an engine's settings say of messages to and from its peers."""
-
-    notification: int = MAX_NOTIFICATION  # bytes
-
-
-LIMITS: Final = Limits()

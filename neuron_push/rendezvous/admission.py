@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from neuron_push.errors import PeerError, PlanError
 from neuron_push.geometry import check
 from neuron_push.plan import Ask, Blocks, Means, Plan, Stripe, decide
@@ -27,12 +29,20 @@ def admit_hello(hello: Hello, context: Context) -> Plan | str:
     if not context.agent:
         return "this rank is still starting"
     try:
-        check(hello.geometry)
-        check_slabs(hello.slabs, hello.geometry)
+        limits = context.config.limits
+        check(hello.geometry, limits)
+        check_slabs(hello.slabs, hello.geometry, limits)
         ask = Ask(hello.ask, Stripe(*hello.stripe))
         return decide(me.geometry, hello.geometry, ask, _means(context, hello.slabs))
     except PlanError as error:
         return str(error)
+
+
+def crowded(links: Iterable[Link], context: Context) -> str:
+    """Why no further decode rank can be linked, or nothing."""
+    most = context.config.limits.links
+    linked = sum(link.peer == "decode" for link in links)
+    return f"{linked} decode ranks are linked; limits.links is {most}" if linked >= most else ""
 
 
 def _means(context: Context, theirs: Slabs | None) -> Means:
@@ -49,14 +59,27 @@ def _means(context: Context, theirs: Slabs | None) -> Means:
 def admit_register(link: Link, message: Register, context: Context, now: float) -> Sending:
     """The sending that a registration asks for; raises PeerError or PlanError if it is unfit."""
     config, plan = context.config, link.plan
+    limits = config.limits
     assert plan is not None
+    if link.sessions >= limits.registrations:
+        raise PeerError(
+            f"{link.sessions} transfers of this decode rank are waiting or under way; "
+            f"limits.registrations is {limits.registrations}"
+        )
     if message.pull and config.mode == "push":
         raise PeerError('this prefill engine is set to "mode": "push" and lends no blocks')
     blocks: tuple[Blocks, ...] = ()
     if message.pull and config.host_staging:
         raise PeerError("this prefill engine has host_staging on: push, its pages cannot be READ")
     if message.blocks or not message.pull:
-        blocks = decode_blocks(link.geometry, message.blocks, message.start, message.stop)
+        span = message.start, message.stop
+        blocks = decode_blocks(link.geometry, message.blocks, *span, limits.blocks)
+    listed = link.listed + sum(each.ids.size for each in blocks)
+    if listed > limits.blocks_in_all:
+        raise PeerError(
+            f"registrations of this decode rank would list {listed} blocks; "
+            f"limits.blocks_in_all is {limits.blocks_in_all}"
+        )
     cut = cut_of(plan, link.geometry, config.slice_bytes, config.batch_tokens)
     expires = now + min(message.patience_ms / 1000, MOST_PATIENCE)
     return Sending(link, message, blocks, cut, now, expires)

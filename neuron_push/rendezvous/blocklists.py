@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from neuron_push.errors import PeerError
 from neuron_push.geometry import Geometry
 from neuron_push.plan import Blocks, decode_runs, encode_runs
-from neuron_push.protocol import MAX_BLOCKS, BlockList
+from neuron_push.protocol import BlockList
 
 
 def decode_blocks(
-    geometry: Geometry, lists: Sequence[BlockList], start: int, stop: int
+    geometry: Geometry, lists: Sequence[BlockList], start: int, stop: int, most: int
 ) -> tuple[Blocks, ...]:
     """The blocks that hold tokens [start, stop), group by group; raises PeerError if they cannot.
 
-    `geometry` is that of the rank whose blocks are named.
+    `geometry` is that of the rank whose blocks are named; a group may list so many at `most`.
     """
     groups = geometry.groups
     if len(lists) != len(groups):
         raise PeerError(f"{len(lists)} block lists for {len(groups)} KV groups")
     blocks = []
     for group, entry in zip(groups, lists, strict=True):
-        ids = decode_runs(entry.runs, MAX_BLOCKS)
+        ids = decode_runs(entry.runs, most)
         if entry.first < 0 or (ids.size and int(ids.max()) >= group.num_blocks):
             raise PeerError("a block id or index lies outside the registered pages")
         low, high = entry.first, entry.first + ids.size

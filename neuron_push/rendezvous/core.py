@@ -45,7 +45,7 @@ from neuron_push.protocol import (
     Taken,
     Welcome,
 )
-from neuron_push.rendezvous.admission import admit_hello
+from neuron_push.rendezvous.admission import admit_hello, crowded
 from neuron_push.rendezvous.consumer import Consumer
 from neuron_push.rendezvous.events import (
     Action,
@@ -241,6 +241,9 @@ class Core:
                 context.act(Answer(event.token, Refusal("a newer hello has arrived before")))
                 return
             self._lose(old, "it greeted again", now)
+        if refusal := crowded(self.links, context):
+            context.act(Answer(event.token, Refusal(refusal)))
+            return
         link = Link(
             self.links.new_id(), "decode", hello.engine, hello.rank, hello.incarnation, agent,
             hello.metadata, hello.geometry, context.generation, heard=now, spoke=now,

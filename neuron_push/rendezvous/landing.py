@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # Pieces that one share may have asked for and not yet been granted; a healthy peer asks for as
 # many as it has WRITEs in flight, 64 at most.
 MOST_NEEDS = 64
+# Returns of pieces that were not asked for, as when a `Need` is overtaken, in ranges of numbers.
+MOST_RETURNS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,9 @@ class Landings:
             self._context.slabs.drop(_key(attempt.command.attempt, share.link, piece))
         if piece in landing.granted and piece not in landing.running:
             self._context.slabs.give(landing.granted.pop(piece))
+        elif len(landing.over) >= MOST_RETURNS:
+            self._context.count("rejected_messages", label="too many Returns")
+            return
         landing.over.add(piece, piece + 1)
 
     def on_done(self, attempt: Attempt, share: Share, message: Done) -> str:

@@ -122,6 +122,7 @@ class Link:
     read: Plan | Literal["unknown"] | None = "unknown"
     sharers: int = 1
     sessions: int = 0  # transfers that need this peer alive
+    listed: int = 0  # blocks that a decode peer's registrations list
     asked: float = 0.0  # when a sign of life was last asked for
     # WRITEs and READs of ours in flight, by (our generation, the peer's agent).
     writes: dict[tuple[int, AgentName], int] = field(default_factory=dict)

@@ -151,6 +151,11 @@ class Sending:
         return self.link.id, self.register.attempt
 
     @property
+    def listed(self) -> int:
+        """Blocks that its registration lists."""
+        return sum(int(each.ids.size) for each in self.blocks)
+
+    @property
     def complete(self) -> bool:
         return self.landed.covers(self.register.start, self.register.stop)
 

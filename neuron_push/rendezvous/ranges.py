@@ -60,6 +60,10 @@ class RangeSet:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 
+    def __len__(self) -> int:
+        """How many ranges there are."""
+        return len(self._starts)
+
     def __repr__(self) -> str:
         return "RangeSet(" + ", ".join(f"{a}..{b}" for a, b in self) + ")"
 
@@ -78,8 +82,8 @@ class EndedAttempts:
 
     def add(self, attempt: int) -> None:
         self._over.add(attempt, attempt + 1)
-        ranges = list(self._over)
-        if len(ranges) > self.LIMIT:
+        if len(self._over) > self.LIMIT:
+            ranges = list(self._over)
             self._over.add(0, ranges[len(ranges) // 2][1])
 
     def __contains__(self, attempt: int) -> bool:

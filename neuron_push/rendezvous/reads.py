@@ -113,7 +113,8 @@ class Reads:
         if reading.source or attempt.draining:
             return
         geometry = share.link.geometry
-        reading.source = decode_blocks(geometry, message.blocks, command.start, command.stop)
+        most = self._context.config.limits.blocks
+        reading.source = decode_blocks(geometry, message.blocks, command.start, command.stop, most)
         self.advance(attempt, share, now)
 
     def advance(self, attempt: Attempt, share: Share, now: float) -> None:

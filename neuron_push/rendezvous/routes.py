@@ -19,9 +19,9 @@ from msgspec.structs import astuple, replace
 
 from neuron_push.errors import PlanError
 from neuron_push.geometry import Geometry, GeometryError, check
+from neuron_push.limits import Limits
 from neuron_push.plan import MIN_RUN, Ask, Means, Plan, StagedPlan, Stripe, assign, decide, staged
 from neuron_push.protocol import (
-    MAX_SLABS,
     Address,
     EngineInfo,
     Hello,
@@ -136,7 +136,7 @@ class Routes:
             )
         try:
             for rank in theirs.ranks:
-                check(rank.geometry)
+                check(rank.geometry, context.config.limits)
             asks, sharers = _asks(me.rank, theirs, ours)
         except PlanError as error:
             return self._fail(route, str(error))
@@ -304,11 +304,14 @@ def _asks(
     return wanted, counts
 
 
-def check_slabs(slabs: Slabs | None, geometry: Geometry) -> None:
+def check_slabs(slabs: Slabs | None, geometry: Geometry, limits: Limits) -> None:
     """Judge the staging memory that a decode rank offers; raises GeometryError."""
     if slabs is None:
         return
-    if slabs.slab_bytes < 1 or not 1 <= slabs.count <= MAX_SLABS:
-        raise GeometryError(f"slabs of {slabs.slab_bytes} bytes in {slabs.region.length}")
+    if slabs.slab_bytes < 1 or not 1 <= slabs.count <= limits.slabs:
+        raise GeometryError(
+            f"slabs of {slabs.slab_bytes} bytes in {slabs.region.length}, where limits.slabs is "
+            f"{limits.slabs}"
+        )
     # As a region beside one of its caches: sane, and of the same kind of memory.
-    check(replace(geometry, regions=(*geometry.regions[:1], slabs.region), groups=()))
+    check(replace(geometry, regions=(*geometry.regions[:1], slabs.region), groups=()), limits)

@@ -118,6 +118,7 @@ class Producer:
             return
         self.sendings[sending.key] = sending
         link.sessions += 1
+        link.listed += sending.listed
         self._context.count("registrations")
         self._context.send(link, Registered(message.attempt))
         self._match(sending, now)
@@ -339,6 +340,7 @@ class Producer:
         self.loans.end(sending)
         sending.move(SendingState.ENDED)
         sending.link.sessions -= 1
+        sending.link.listed -= sending.listed
         sending.link.over.add(sending.register.attempt)
         del self.sendings[sending.key]
         source = sending.source

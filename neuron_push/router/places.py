@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from neuron_push.errors import ConfigError
-from neuron_push.protocol import MAX_RANKS, Address
+from neuron_push.limits import LIMITS
+from neuron_push.protocol import Address
 
 # What may follow the # of a place.
 OPTIONS: Final = ("side", "weight", "device", "ranks")
@@ -49,7 +50,7 @@ class Place:
             Address(host, port),
             _weight(options.get("weight", "1"), text),
             options.get("device", ""),
-            _whole(options.get("ranks", "1"), MAX_RANKS, "a number of ranks", text),
+            _whole(options.get("ranks", "1"), LIMITS.ranks, "a number of ranks", text),
         )
 
     def each_rank(self) -> list[Place]:

@@ -9,13 +9,12 @@ addresses of a trusted network only (the default is loopback). With keys (keys.p
 prove to hold one, and what they say is encrypted.
 """
 
-from neuron_push.sidechannel.client import MAX_QUESTIONS, Client, ask, ask_async
+from neuron_push.sidechannel.client import Client, ask, ask_async
 from neuron_push.sidechannel.keys import Keyring, add_option
 from neuron_push.sidechannel.listener import Listener
 from neuron_push.sidechannel.server import Request, Server
 
 __all__ = [
-    "MAX_QUESTIONS",
     "Client",
     "Keyring",
     "Listener",

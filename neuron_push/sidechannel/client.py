@@ -19,8 +19,8 @@ from neuron_push.errors import (
     Refused,
     TransportError,
 )
+from neuron_push.limits import LIMITS, Limits
 from neuron_push.protocol import (
-    MAX_SIDE_CHANNEL,
     Address,
     Refusal,
     SideChannelMessage,
@@ -31,10 +31,8 @@ from neuron_push.sidechannel.gate import FAILURES, MECHANISM_MISMATCH
 from neuron_push.sidechannel.keys import Key, Keyring
 from neuron_push.sidechannel.sockets import endpoint, limit
 
-__all__ = ["MAX_QUESTIONS", "Client", "ask", "ask_async"]
+__all__ = ["Client", "ask", "ask_async"]
 
-# Questions that one client may have open; a greeting of the largest engine (64 ranks) fits.
-MAX_QUESTIONS: Final = 256
 # How long before the next key is tried, seconds; and how often to look meanwhile.
 _AGAIN: Final = 0.02
 _LOST: Final = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILURES
@@ -49,6 +47,7 @@ class _Question:
     frame: bytes
     keys: list[Key]  # still to be tried
     keyed: bool
+    limits: Limits
     socket: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     connected: bool = False
@@ -58,7 +57,7 @@ class _Question:
         """Connect with the next key, and send. Raises TransportError."""
         self.close()
         dealer = context.socket(zmq.DEALER)
-        limit(dealer)
+        limit(dealer, self.limits.side_channel)
         if self.keyed:
             key = self.keys.pop(0)
             dealer.setsockopt(zmq.CURVE_SERVERKEY, key.public)
@@ -88,8 +87,9 @@ class Client:
     Belongs to the thread that opened it.
     """
 
-    def __init__(self, ring: Keyring | None = None) -> None:
+    def __init__(self, ring: Keyring | None = None, limits: Limits = LIMITS) -> None:
         self._ring = ring
+        self._limits = limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._questions: dict[Hashable, _Question] = {}
 
@@ -117,16 +117,21 @@ class Client:
         """
         if key in self._questions:
             raise ProtocolError(f"question {key!r} is still open")
-        if len(self._questions) >= MAX_QUESTIONS:
-            raise TransportError(f"{MAX_QUESTIONS} questions are open already")
+        limits = self._limits
+        if len(self._questions) >= limits.questions:
+            raise TransportError(f"{limits.questions} (limits.questions) are open already")
         frame = encode(message)
-        if len(frame) > MAX_SIDE_CHANNEL:
-            raise ProtocolError(f"a question of {len(frame)} bytes exceeds {MAX_SIDE_CHANNEL}")
+        if len(frame) > limits.side_channel:
+            raise ProtocolError(
+                f"a question of {len(frame)} bytes; limits.side_channel is {limits.side_channel}"
+            )
         where = endpoint(address)
         ring = self._ring
         # It may answer with either, and drops connections in the moment in which it changes.
         keys = [*ring.keys, *ring.keys] if ring else []
-        question = _Question(key, where, now + timeout, timeout, frame, keys, ring is not None)
+        question = _Question(
+            key, where, now + timeout, timeout, frame, keys, ring is not None, limits
+        )
         question.open(self._context)
         self._questions[key] = question
 
@@ -248,7 +253,7 @@ def _answer(question: _Question) -> SideChannelMessage | Exception | None:
     try:
         if len(frames) != 1:
             raise PeerError(f"answered {len(frames)} frames instead of one")
-        message = decode_side_channel(frames[0])
+        message = decode_side_channel(frames[0], question.limits)
     except PeerError as error:
         return PeerError(str(error), peer=question.where)
     if isinstance(message, Refusal):

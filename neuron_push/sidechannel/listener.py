@@ -12,8 +12,8 @@ import msgspec
 import zmq
 
 from neuron_push.geometry import Semantics
+from neuron_push.limits import LIMITS, Limits
 from neuron_push.protocol import (
-    MAX_RANKS,
     Address,
     Announce,
     Announced,
@@ -57,6 +57,7 @@ class Listener:
         holds: Callable[[str], int] = lambda transfer: 0,
         ring: Ring | None = None,
         keys: Keyring | None = None,
+        limits: Limits = LIMITS,
     ) -> None:
         self._engine = engine
         self._describe = describe
@@ -64,6 +65,7 @@ class Listener:
         self._holds = holds
         self._ring = ring
         self._keys = keys
+        self._limits = limits
         # Guards `_announced`; everything else belongs to the thread.
         self._lock = threading.Lock()
         self._announced: dict[int, Announce] = {}
@@ -92,7 +94,7 @@ class Listener:
 
     def _run(self, host: str, port: int, opened: Future[Address]) -> None:
         try:
-            server = Server(host, port, self._keys)
+            server = Server(host, port, self._keys, self._limits)
         except BaseException as error:  # noqa: BLE001  raised again in the constructor
             opened.set_exception(error)
             return
@@ -135,8 +137,8 @@ class Listener:
         rank = announce.info.rank
         if announce.engine != self._engine:
             return Refusal(clip(f"this is engine {self._engine}, not {announce.engine}"))
-        if not 0 <= rank < MAX_RANKS:
-            return Refusal(f"rank {rank} is out of range")
+        if not 0 <= rank < self._limits.ranks:
+            return Refusal(f"rank {rank} is out of range: limits.ranks is {self._limits.ranks}")
         with self._lock:
             for other, known in self._announced.items():
                 if other != rank and known.semantics != announce.semantics:

@@ -9,8 +9,8 @@ from typing import Final
 import zmq
 
 from neuron_push.errors import PeerError, ProtocolError
+from neuron_push.limits import LIMITS, Limits
 from neuron_push.protocol import (
-    MAX_SIDE_CHANNEL,
     Address,
     Refusal,
     SideChannelMessage,
@@ -41,8 +41,9 @@ class Request:
     def answer(self, message: SideChannelMessage) -> None:
         """Send the one answer. If the asker has left, nothing happens."""
         frame = encode(message)
-        if len(frame) > MAX_SIDE_CHANNEL:
-            raise ProtocolError(f"an answer of {len(frame)} bytes exceeds {MAX_SIDE_CHANNEL}")
+        most = self._server.limits.side_channel
+        if len(frame) > most:
+            raise ProtocolError(f"an answer of {len(frame)} bytes; limits.side_channel is {most}")
         self._server.reply(self._identity, frame)
 
 
@@ -52,13 +53,16 @@ class Server:
     Belongs to the thread that opened it.
     """
 
-    def __init__(self, host: str, port: int, ring: Keyring | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, ring: Keyring | None = None, limits: Limits = LIMITS
+    ) -> None:
+        self.limits = limits
         # Frames that were not well-formed messages of this version, each answered by a Refusal.
         self.rejected = 0
         self._waiting: set[bytes] = set()  # who asked and was not answered yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        limit(self.socket)
+        limit(self.socket, limits.side_channel)
         self._gate = Gate(self._context, self.socket, ring)
         try:
             bound, self._endpoint = bind(self.socket, host, port)
@@ -93,7 +97,7 @@ class Server:
             try:
                 if len(frames) != 1:
                     raise PeerError(f"a message has one frame, not {len(frames)}")
-                message = decode_side_channel(frames[0])
+                message = decode_side_channel(frames[0], self.limits)
             except PeerError as error:
                 self.rejected += 1
                 self.reply(identity, encode(Refusal(clip(str(error)))))

@@ -10,7 +10,7 @@ from typing import Any, Final
 import zmq
 
 from neuron_push.errors import ConfigError, TransportError
-from neuron_push.protocol import MAX_SIDE_CHANNEL, Address, clip
+from neuron_push.protocol import Address, clip
 
 __all__ = ["bind", "endpoint", "limit"]
 
@@ -23,9 +23,9 @@ _HANDSHAKE_MS: Final = 5000
 _HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 
 
-def limit(each: zmq.Socket[Any]) -> None:
-    """Bound what a peer can make this socket hold, and what closing it waits for."""
-    each.setsockopt(zmq.MAXMSGSIZE, MAX_SIDE_CHANNEL + _SLACK)
+def limit(each: zmq.Socket[Any], nbytes: int) -> None:
+    """Bound what a peer can make this socket hold, `nbytes` a message; closing waits for none."""
+    each.setsockopt(zmq.MAXMSGSIZE, nbytes + _SLACK)
     each.setsockopt(zmq.LINGER, 0)
     each.setsockopt(zmq.RCVHWM, _HIGH_WATER)
     each.setsockopt(zmq.SNDHWM, _HIGH_WATER)

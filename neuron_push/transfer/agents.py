@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 
 from neuron_push.errors import NeuronPushError, PeerError, PlanError, TransportError
+from neuron_push.limits import LIMITS, Limits
 from neuron_push.protocol import (
-    LIMITS,
     Failed,
-    Limits,
     Register,
     decode_notification,
     encode,
@@ -157,7 +156,9 @@ class Agents:
         """The peer would not read it. A registration fails as if the peer had said so."""
         message, most = action.message, self._limits.notification
         kind = type(message).__name__
-        reason = f"{kind} takes {nbytes} bytes, more than max_notification = {most} on both engines"
+        reason = (
+            f"{kind} takes {nbytes} bytes; limits.notification is {most} (set it on both engines)"
+        )
         logger.warning("to %s: %s", action.agent, reason)
         if isinstance(message, Register):
             self._events.append(Notified(action.agent, Failed(message.attempt, reason)))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from neuron_push.commands import Report
 from neuron_push.config import Config
 from neuron_push.errors import NeuronPushError
-from neuron_push.protocol import Address, Hello, Limits, Refusal, Welcome, clip
+from neuron_push.protocol import Address, Hello, Refusal, Welcome, clip
 from neuron_push.rendezvous import Identity
 from neuron_push.rendezvous.events import (
     Action,
@@ -68,7 +68,7 @@ class Driver:
         stager = Stager(identity.slabs, make_mover)
         self._agents = Agents(
             identity, open_transport, stager, tally, self.events, digests=config.kv_digest,
-            limits=Limits(config.max_notification),
+            limits=config.limits,
         )  # fmt: skip
         side, agents = self.side, self._agents
         self._actions: dict[type, Callable[..., None]] = {

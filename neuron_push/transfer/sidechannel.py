@@ -75,8 +75,8 @@ class SideChannel:
         self._trace = trace
         self._events = events
         ring = Keyring.of(config.side_channel_keys)
-        self.server = Server(config.side_channel_host, 0, ring)
-        self.client = Client(ring)
+        self.server = Server(config.side_channel_host, 0, ring, config.limits)
+        self.client = Client(ring, config.limits)
         # Whether the server's socket may hold questions; looked at now and then in any case,
         # since a busy thread does not wait for its descriptor.
         self.asked = True

@@ -15,6 +15,7 @@ from neuron_push.accelerator import Accelerator
 from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Geometry, Group, Plane, Region, check
+from neuron_push.limits import LIMITS, Limits
 from neuron_push.vllm.identity import group_kind
 
 if TYPE_CHECKING:
@@ -41,11 +42,12 @@ def describe(
     accelerator: Accelerator,
     heads: tuple[int, ...],
     seat: int = 0,
+    limits: Limits = LIMITS,
 ) -> Geometry:
     """Regions, groups and planes of everything in `caches` (layer name -> tensor).
 
     `heads` are the global KV heads of this rank, `seat` its tensor-parallel number, which names
-    its part of a state.
+    its part of a state. Beyond `limits` it is refused here; peers judge it by theirs.
 
     Raises ConfigError or GeometryError for a cache that cannot be described.
     """
@@ -64,7 +66,7 @@ def describe(
             "transferred (an index cache beside MLA is not known here)"
         )
     geometry = Geometry(tuple(reading.regions.listed), groups, next(iter(reading.elements), 1))
-    check(geometry)
+    check(geometry, limits)
     return geometry
 
 

@@ -90,7 +90,7 @@ class SchedulerHalf:
         self._moments = Moments(ring) if ring is not None else None
         self._listener = Listener(
             self._engine, config.side_channel_host, port, self._describe, self._why,
-            self._holds, ring, Keyring.of(config.side_channel_keys),
+            self._holds, ring, Keyring.of(config.side_channel_keys), config.limits,
         )  # fmt: skip
         self._address = self._listener.address
         self._here = {

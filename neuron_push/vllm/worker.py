@@ -115,8 +115,9 @@ class WorkerHalf:
                 'them all: set "streaming": "chunk"'
             )
         geometry = describe.describe(
-            config, self._kv_config, caches, self._accelerator, heads, tensor_rank
-        )
+            config, self._kv_config, caches, self._accelerator, heads, tensor_rank,
+            self._config.limits,
+        )  # fmt: skip
         if self._config.streaming == "layer":
             parts = enumerate(parts_of(geometry))
             before = {layer: index for index, layers in parts for layer in layers}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from neuron_push.geometry import Region
+from neuron_push.limits import LIMITS
 from neuron_push.nixl import NixlTransport
 from neuron_push.protocol import (
     MAGIC,
-    MAX_NOTIFICATION,
     VERSION,
     Alive,
     BlockList,
@@ -43,7 +43,7 @@ GARBAGE = {
     "deeply nested": HEADER + b"\x91" * 100_000,
     "more behind": encode(Soon(1)) + b"\x00",
     "absurd Register": encode(Register(-1, -1, Match("", "", b"", 0), 5, 2, (), -1)),
-    "too large": HEADER + bytes(MAX_NOTIFICATION),
+    "too large": HEADER + bytes(LIMITS.notification),
 }
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from neuron_push.errors import ProtocolError
 from neuron_push.geometry import GeometryError, Region
+from neuron_push.limits import LIMITS
 from neuron_push.protocol import Slabs
 from neuron_push.rendezvous.routes import check_slabs
 from neuron_push.rendezvous.slabs import SlabPool
@@ -86,9 +87,9 @@ def test_no_slab_is_ever_had_twice_or_lost(count, steps):
     ],
 )
 def test_absurd_staging_memory_of_a_peer_is_refused(slabs, words):
-    check_slabs(None, Shape().geometry(0))
+    check_slabs(None, Shape().geometry(0), LIMITS)
     with pytest.raises(GeometryError, match=words):
-        check_slabs(slabs, Shape().geometry(0))
+        check_slabs(slabs, Shape().geometry(0), LIMITS)
 
 
 def test_slabs_lie_one_after_the_other():

@@ -117,9 +117,12 @@ class RankServer(Endpoint):
 class MemoryListener(Listener):
     """The engine's listener, asked directly instead of through its thread."""
 
-    def __init__(self, engine, host, port, describe, explain, holds, ring, keys, *, process):
+    def __init__(
+        self, engine, host, port, describe, explain, holds, ring, keys, limits, *, process
+    ):
         self._engine, self._describe = engine, describe
         self._explain, self._holds, self._ring, self._keys = explain, holds, ring, keys
+        self._limits = limits
         self._lock = threading.Lock()
         self._announced = {}
         self.address = Address(host, port)

@@ -81,10 +81,10 @@ class Worker:
     def __str__(self) -> str:
         return f"{self.engine}/{self.rank}"
 
-    def _server(self, host, port, ring):
+    def _server(self, host, port, ring, limits):
         return RankServer(self.world.wire, host, self.engine.when_awake, self._asked)
 
-    def _client(self, ring):
+    def _client(self, ring, limits):
         return MemoryClient(self.world.wire, self.nudge)
 
     def _asked(self) -> None:
