@@ -40,11 +40,7 @@ class Request:
 
     def answer(self, message: SideChannelMessage) -> None:
         """Send the one answer. If the asker has left, nothing happens."""
-        frame = encode(message)
-        most = self._server.limits.side_channel
-        if len(frame) > most:
-            raise ProtocolError(f"an answer of {len(frame)} bytes; limits.side_channel is {most}")
-        self._server.reply(self._identity, frame)
+        self._server.reply(self._identity, encode(message))
 
 
 class Server:
@@ -56,7 +52,7 @@ class Server:
     def __init__(
         self, host: str, port: int, ring: Keyring | None = None, limits: Limits = LIMITS
     ) -> None:
-        self.limits = limits
+        self._limits = limits
         # Frames that were not well-formed messages of this version, each answered by a Refusal.
         self.rejected = 0
         self._waiting: set[bytes] = set()  # who asked and was not answered yet
@@ -97,7 +93,7 @@ class Server:
             try:
                 if len(frames) != 1:
                     raise PeerError(f"a message has one frame, not {len(frames)}")
-                message = decode_side_channel(frames[0], self.limits)
+                message = decode_side_channel(frames[0], self._limits)
             except PeerError as error:
                 self.rejected += 1
                 self.reply(identity, encode(Refusal(clip(str(error)))))
@@ -113,6 +109,9 @@ class Server:
 
     def reply(self, identity: bytes, frame: bytes) -> None:
         """Send one frame to an asker; nothing happens if it has left."""
+        most = self._limits.side_channel
+        if len(frame) > most:
+            raise ProtocolError(f"an answer of {len(frame)} bytes; limits.side_channel is {most}")
         self._waiting.discard(identity)
         try:
             self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
