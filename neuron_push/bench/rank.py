@@ -44,9 +44,11 @@ LAYERS: Final = 2
 TOKENS: Final = 16  # per block
 CANARY: Final = 0x5A
 ELEMENT: Final = 4
-# Bytes that wait in sockets are the hard case, and the one that every machine has.
+# Bytes that wait in sockets are the hard case, and the one that every machine has. UCX looks at
+# every device that it may use, hundreds of times for one agent.
 ENVIRONMENT: Final = {
     "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "lo",
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
 }
