@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from aiohttp import ClientError, ClientTimeout, StreamReader
+from aiohttp import ClientError, ClientTimeout, StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.test_utils import make_mocked_request
 
@@ -121,13 +121,13 @@ class Client:
 
     async def _once(self) -> int:
         """The router's real handler."""
-        payload = StreamReader(_Quiet(), 2**16, loop=self.world.loop)
+        payload = StreamReader(QUIET, 2**16, loop=self.world.loop)
         payload.feed_data(self.body())
         payload.feed_eof()
         writer = Collector()
         request = make_mocked_request(
             "POST", "/v1/completions", headers=self.headers, payload=payload, writer=writer,
-            client_max_size=1 << 20, loop=self.world.loop,
+            client_max_size=1 << 20, loop=self.world.loop, app=APP, protocol=QUIET, transport=QUIET,
         )  # fmt: skip
         response = await self.world.router.complete(request)
         raw = writer.raw or getattr(response, "body", None) or b""
@@ -183,9 +183,16 @@ class Client:
 
 
 class _Quiet:
-    """The protocol under a body that is here already."""
+    """Protocol and transport under a body that is here already."""
 
     _reading_paused = False
+    ssl_context = peername = sockname = None
 
     def pause_reading(self, **_) -> None: ...
     def resume_reading(self, **_) -> None: ...
+    def get_extra_info(self, *_) -> None: ...
+
+
+QUIET = _Quiet()
+APP = web.Application()
+APP.freeze()

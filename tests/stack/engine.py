@@ -77,6 +77,7 @@ class Batch:
     output: Any
     works: list[Work]
     told: list[Any]  # by rank: KVConnectorOutput
+    eventful: bool  # whether it carries anything: work, commands, news
     ended: bool = False
 
 
@@ -208,7 +209,11 @@ class Engine:
     # ------------------------------------------------------------------ the door
 
     def submit(self, call: Call) -> None:
-        self._inbox.append(lambda: self._add(call))
+        self._told_to(lambda: self._add(call))
+
+    def _told_to(self, action) -> None:
+        self._inbox.append(action)
+        self.news()
         self.poke()
 
     def abort(self, name: str) -> None:
@@ -216,8 +221,7 @@ class Engine:
             self.calls.pop(name, None)
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-        self._inbox.append(end)
-        self.poke()
+        self._told_to(end)
 
     def _add(self, call: Call) -> None:
         self.calls[call.name] = call
@@ -238,6 +242,19 @@ class Engine:
         clock = self.world.clock
         clock.at(delay + clock.wait(0.0001), "engine", self._come)
 
+    def news(self) -> None:
+        """What an empty step waited for is there."""
+        for batch in self._batches:
+            if not batch.works:
+                self._end_soon(batch, self.world.clock.wait(0.0002))
+
+    def _end_soon(self, batch: Batch, delay: float) -> None:
+        def ends() -> bool:
+            self.when_awake(lambda: self._ended(batch))
+            return False  # the turn that it leads to counts
+
+        self.world.clock.at(delay, "engine", ends)
+
     def _come(self) -> bool:
         """Whether the engine may take its turn now, and found something to do."""
         if self.up and self.frozen_until <= self.world.clock.now:
@@ -255,21 +272,18 @@ class Engine:
         if self._batches and self._batches[0].ended and (
             len(self._batches) == room or self.world.clock.chance(0.5)
         ):  # fmt: skip
-            self._end(self._batches.popleft())
-            self.poke()
+            batch = self._end(self._batches.popleft())
         elif len(self._batches) < room and self.scheduler.has_requests():
-            executed = self._begin()
-            if executed or not self._batches[-1].ended:
-                self.poke()
+            batch = self._begin()
         elif self._batches and self._batches[0].ended:
-            self._end(self._batches.popleft())
-            self.poke()
+            batch = self._end(self._batches.popleft())
         else:
             return heard
-        return True
+        self.poke()
+        return heard or batch.eventful
 
-    def _begin(self) -> bool:
-        """Schedule and launch one step; whether it computes anything."""
+    def _begin(self) -> Batch:
+        """Schedule and launch one step."""
         clock = self.world.clock
         output = self.scheduler.schedule()
         self.unasked = False
@@ -279,8 +293,8 @@ class Engine:
                 for block in unpack_ids(command.blocks[0]):
                     self.registered[command.attempt, block] = self.epochs[block]
         works = [self._work(name, count) for name, count in output.num_scheduled_tokens.items()]
+        batch = Batch(output, works, [], eventful=bool(works or meta.now or meta.due or meta.rejected or meta.handed))
         packed = pickle.dumps(meta)
-        batch = Batch(output, works, [])
         self._batches.append(batch)
         seconds = clock.rng.uniform(0.0005, 0.004) if works else 0.0
         for worker in self.workers:
@@ -293,12 +307,12 @@ class Engine:
                 clock.at(at - clock.now, "device", self._tick)
         for worker in self.workers:
             batch.told.append(worker.end(output, forward=bool(works)))
-        # A step that computes nothing waits a moment for news.
-        at = self.stream._free_at if works else clock.now + 0.0015
-        clock.at(
-            at - clock.now + 1e-6, "engine", lambda: self.when_awake(lambda: self._ended(batch))
-        )
-        return bool(works)
+        batch.eventful = batch.eventful or any(batch.told)
+        # A step that computes nothing waits a moment for news; an engine that nobody told anything
+        # may be slow about it.
+        nap = 0.0015 if clock.chance(0.2) else clock.rng.uniform(0.0015, 0.03)
+        self._end_soon(batch, (self.stream._free_at - clock.now if works else nap) + 1e-6)
+        return batch
 
     def _work(self, name: str, count: int) -> Work:
         request = self.scheduler.requests[name]
@@ -333,10 +347,11 @@ class Engine:
         self.world.notes["tokens read"] += work.stop
 
     def _ended(self, batch: Batch) -> None:
-        batch.ended = True
-        self.poke()
+        if not batch.ended:
+            batch.ended = True
+            self.poke()
 
-    def _end(self, batch: Batch) -> None:
+    def _end(self, batch: Batch) -> Batch:
         names = [work.name for work in batch.works]
         sampled = [[w.golden.token(w.stop)] if w.samples else [] for w in batch.works]
         index = {name: number for number, name in enumerate(names)}
@@ -353,3 +368,4 @@ class Engine:
                 if out.finish_reason is not None:
                     del self.calls[out.request_id]
                 call.tell(list(out.new_token_ids), out.finish_reason, out.kv_transfer_params)
+        return batch

@@ -44,6 +44,10 @@ class SteppedThread(TransferThread):
     def turn(self) -> bool:
         return self._turn(self.driver)
 
+    def _tell(self, report):
+        super()._tell(report)
+        self._worker.engine.news()
+
     def rest(self) -> float:
         """Seconds until the next look."""
         return PAUSES["busy" if self._fenced else self._core.tempo]

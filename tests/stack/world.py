@@ -8,13 +8,16 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import neuron_push.vllm.pins as pins_module
 import neuron_push.vllm.scheduler as scheduler_module
+from neuron_push import versions
 from neuron_push.errors import TransportError
 from neuron_push.protocol import Address, encode
 from neuron_push.router.app import Router
@@ -37,6 +40,7 @@ SETTINGS = {
     "rotation_interval": 0.2, "slice_bytes": 1 << 16, "min_run": 1, "staging_slabs": 0,
     "accelerator": "cpu",
 }  # fmt: skip
+installed = cache(versions._version)  # reading it again and again takes time
 # Longest that anything may take once faults have stopped: a client's own time-outs (two legs of
 # 8 s), and after them what tests/rendezvous/world.py adds up for a transfer.
 BOUND = 30.0
@@ -125,6 +129,7 @@ class World:
             mock.patch.object(pins_module, "monotonic", clock),
             mock.patch.object(scheduler_module, "monotonic", clock),
             mock.patch.object(os, "urandom", urandom.randbytes),
+            mock.patch.object(versions, "_version", installed),
         ):
             stack.enter_context(patch)
         Golden.known.clear()
@@ -265,44 +270,46 @@ class World:
             engine.thaw(now=True)
 
     def _over(self) -> bool:
-        return not self.leftovers()
+        return next(self.leftovers(), None) is None
 
-    def leftovers(self) -> list[str]:
-        """What is not over yet; the first of each kind."""
-        waiting = [str(client) for client in self.people if not client.ended]
-        if waiting or not all(engine.up for engine in self.engines.values()):
-            return waiting or ["an engine is down"]
-        return [text for engine in self.engines.values() for text in self._left_at(engine)] + [
-            f"router: {engine.name}: {engine.in_flight} in flight, {engine._promised} promised"
-            for engine in self.router.fleet.engines
-            if engine.in_flight or engine._promised or engine.moving
-        ]
+    def leftovers(self) -> Iterator[tuple[object, str, object]]:
+        """What is not over yet: (whose, which, what)."""
+        for client in self.people:
+            if not client.ended:
+                yield client, "waits", ""
+        for engine in self.engines.values():
+            if not engine.up:
+                yield engine, "is down", ""
+        for engine in self.engines.values():
+            yield from self._left_at(engine)
+        for place in self.router.fleet.engines:
+            if place.in_flight or place._promised or place.moving:
+                yield f"router: {place.name}", "in flight", (place.in_flight, place._promised)
 
-    def _left_at(self, engine: Engine) -> list[str]:
+    def _left_at(self, engine: Engine) -> Iterator[tuple[object, str, object]]:
         half, used = engine.half, engine.free_at_start - engine.pool.get_num_free_blocks()
         found = {
-            "blocks in use": used, "requests": list(engine.scheduler.requests),
+            "blocks in use": used, "requests": engine.scheduler.requests,
             "pins": half._pins._pins, "running prefills": half._prefills._running,
-            "waiting decodes": half._decodes._waiting, "steps": len(engine._batches),
+            "waiting decodes": half._decodes._waiting, "steps": engine._batches,
         }  # fmt: skip
+        yield from ((engine, name, what) for name, what in found.items() if what)
         for worker in engine.workers:
             core = worker.thread._core
-            found |= {
-                f"{worker}: attempts": list(core.consumer.attempts.values()),
-                f"{worker}: sendings": list(core.producer.sendings.values()),
-                f"{worker}: sources": list(core.producer.sources),
-                f"{worker}: writes": core.producer.writes, f"{worker}: reads": core.consumer.reads,
-                f"{worker}: loans": core.producer.loans,
-                f"{worker}: sessions": [link for link in core.links if link.sessions],
-                f"{worker}: rotation": core.generations.pending,
-                f"{worker}: generations": len(worker.thread.driver._agents._transports) - 1,
-                f"{worker}: slabs": core._context.slabs.used,
+            found = {
+                "attempts": core.consumer.attempts, "sendings": core.producer.sendings,
+                "sources": list(core.producer.sources), "writes": core.producer.writes,
+                "reads": core.consumer.reads, "loans": core.producer.loans,
+                "sessions": [link for link in core.links if link.sessions],
+                "rotation": core.generations.pending,
+                "generations": len(worker.thread.driver._agents._transports) - 1,
+                "slabs": core._context.slabs.used,
             }  # fmt: skip
-        return [f"{engine}: {name}: {what}" for name, what in found.items() if what]
+            yield from ((worker, name, what) for name, what in found.items() if what)
 
     def _judge(self) -> None:
         check = self.clock.check
-        left = self.leftovers()
+        left = [f"{whose}: {which} {what}" for whose, which, what in self.leftovers()]
         check(not left, "not over: " + "; ".join(left)[:1500])
         for error in self.broken:
             raise error
