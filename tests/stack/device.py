@@ -37,7 +37,10 @@ class Golden:
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> Golden:
-        return cls.known.setdefault(tuple(prompt), cls(prompt))
+        found = cls.known.get(key := tuple(prompt))
+        if found is None:
+            found = cls.known[key] = cls(prompt)
+        return found
 
     def _add(self, token: int) -> None:
         last = self._hashes[-1] if self._hashes else 12345

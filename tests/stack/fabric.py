@@ -89,6 +89,7 @@ class StormyFabric(MemoryFabric):
         if letter not in self.letters:  # the connection broke meanwhile
             return False
         self.deliver(self.letters.index(letter))
+        self.owners[letter.target.name].stirred()
         return not letter.target.closed
 
     # ------------------------------------------------------------------ bytes
@@ -140,6 +141,8 @@ class StormyFabric(MemoryFabric):
                 good = engine.epochs[block] == epoch and (engine.held(block) or engine.unasked)
                 check(good, f"{engine}: a {what} reads block {block}, lent and not held")
         self.land(write, nbytes)
+        if write.landed == write.nbytes:
+            self.owners[write.source.name].stirred()
         return True
 
 

@@ -18,8 +18,10 @@ from tests.stack.device import HEADS, Memory, PlayedAccelerator
 from tests.stack.wire import MemoryClient, RankServer
 from tests.vllm.kit import LAYERS
 
-# How soon the thread looks again (transfer/pause.py), by what it expects.
+# How soon the thread looks again (transfer/pause.py), by what it expects; and how much less often
+# where it finds nothing, which decides nothing: what happens to its agents ends the rest.
 PAUSES = {"busy": 0.0003, "announced": 0.001, "waiting": 0.004, "idle": 0.03}
+SLOWER, LONGEST = 1.5, 4
 
 
 class SteppedThread(TransferThread):
@@ -63,7 +65,7 @@ class Worker:
         heads = slice(rank * each, (rank + 1) * each)
         self.memory = Memory(fabric, shape.blocks, shape.block, heads, shape.order)
         self.accelerator = PlayedAccelerator(fabric, engine.stream)
-        self._turns = 0
+        self._rounds = 0  # without work
         self._serial = 0  # of the turn that is to come
         self.connector = NeuronPushConnector(config, KVConnectorRole.WORKER, kv)
         self.half = self.connector._in_worker
@@ -146,6 +148,12 @@ class Worker:
         """The thread is woken, or will look again before it rests."""
         self._schedule(self.world.clock.wait(0.00005))
 
+    def stirred(self) -> None:
+        """Something happened to an agent of its, which a thread that looks often sees soon."""
+        if self._rounds > 1 and self.engine.up:
+            self._rounds = 0
+            self._schedule(self.world.clock.rng.uniform(0, PAUSES["busy"]))
+
     def _schedule(self, delay: float) -> None:
         self._serial += 1
         serial = self._serial
@@ -161,7 +169,9 @@ class Worker:
 
     def _turn(self) -> bool:
         worked = self.thread.turn()
-        rest = 0.0001 if worked else self.thread.rest()
+        self._rounds = 0 if worked else self._rounds + 1
+        slower = min(SLOWER ** (self._rounds - 1), LONGEST)
+        rest = 0.0001 if worked else self.thread.rest() * slower
         self._schedule(rest * self.world.clock.rng.uniform(0.7, 1.3))
         return worked
 

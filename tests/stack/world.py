@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ import neuron_push.vllm.scheduler as scheduler_module
 from neuron_push import versions
 from neuron_push.errors import TransportError
 from neuron_push.protocol import Address, encode
+from neuron_push.router import policies
 from neuron_push.router.app import Router
 from neuron_push.router.dispatch import Rules
 from neuron_push.router.legs import Limits
@@ -123,6 +124,7 @@ class World:
     def _enter(self, stack: ExitStack) -> None:
         """Time and chance are the world's own while it lasts."""
         clock, urandom = self.clock, random.Random(self.clock.rng.random())
+        draw = random.Random(self.clock.rng.random())
         random.seed(self.clock.rng.random())
         for patch in (
             mock.patch.object(time, "monotonic", clock),
@@ -130,6 +132,7 @@ class World:
             mock.patch.object(scheduler_module, "monotonic", clock),
             mock.patch.object(os, "urandom", urandom.randbytes),
             mock.patch.object(versions, "_version", installed),
+            mock.patch.object(policies, "make", partial(policies.make, draw=draw)),
         ):
             stack.enter_context(patch)
         Golden.known.clear()
