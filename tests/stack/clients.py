@@ -146,6 +146,35 @@ class Client:
         params = json.loads(raw).get("kv_transfer_params")
         self.judge(*await self._ask(decode, self.body(kv_transfer_params=params)))
 
+    async def _repeater(self) -> None:
+        """Both legs under one id, given up and sent again while the engines may be at it."""
+        rng = self.world.clock.rng
+        common = {"transfer_id": f"again{self.number}"} if rng.random() < 0.7 else {}
+        for _ in range(4):
+            params = {**self._params(), **common}
+            if not common:
+                del params["transfer_id"]  # the legs meet by their requests' id
+            ask = {"do_remote_decode": True, **common}
+            first = self.body(max_tokens=1, stream=False, kv_transfer_params=ask)
+            legs = [
+                asyncio.ensure_future(self._ask(params["remote_host"], first)),
+                asyncio.ensure_future(
+                    self._ask(self.world.pick()[1], self.body(kv_transfer_params=params))
+                ),
+            ]
+            try:
+                async with asyncio.timeout(rng.choice([0.01, 0.03, 0.1, 5.0])):
+                    answers = await asyncio.gather(*legs)
+            except (TimeoutError, ClientError, OSError):
+                self.reason = "gave up"
+                continue
+            finally:
+                for leg in legs:
+                    leg.cancel()
+            self.judge(*answers[1])
+            if answers[1][0] == 200:
+                return
+
     async def _orphan(self) -> None:
         """A decode leg whose prefill never comes."""
         params = {**self._params(), "transfer_id": f"nobody{self.number}", "deadline_ms": 700}

@@ -30,6 +30,7 @@ class Weather:
     stuck: float = 0.0  # a WRITE or READ that never ends
     mute: float = 0.0  # a question on the side channel that is never answered
     late: float = 0.0  # a piece that takes a second or so
+    turn: float = 0.0  # a piece of which one byte arrives wrong
 
 
 @dataclass(eq=False)
@@ -141,6 +142,10 @@ class StormyFabric(MemoryFabric):
                 good = engine.epochs[block] == epoch and (engine.held(block) or engine.unasked)
                 check(good, f"{engine}: a {what} reads block {block}, lent and not held")
         self.land(write, nbytes)
+        if self.world.clock.chance(self.world.weather.turn):
+            address = write.rows[0][1]
+            self.view(address, 1)[:] ^= 1
+            self.world.notes["bytes turned"] += 1
         if write.landed == write.nbytes:
             self.owners[write.source.name].stirred()
         return True

@@ -14,8 +14,10 @@ WILD = Weather(
 )
 EVERYBODY = {
     "routed": 6.0, "sequential": 2.0, "orphan": 1.0, "widow": 1.0, "plain": 1.0, "hostile": 1.0,
+    "repeater": 1.0,
 }  # fmt: skip
 TIGHT = {"blocks": 14}
+ONE_SLAB = (("min_run", 16_384), ("staging_slabs", 1), ("staging_slab_bytes", 1 << 12))
 CHAOS = Profile(
     weather=WILD, clients=EVERYBODY, leave=0.2, crashes=1, freezes=2, quarrels=2, resets=1,
 )  # fmt: skip
@@ -46,6 +48,47 @@ PROFILES = {
     "quarrels": Profile(weather=Weather(land=0.03, late=0.02), quarrels=8, clients=EVERYBODY),
     "recompute": Profile(
         weather=WILD, decodes=(replace(D, policy="recompute", blocks=24),), crashes=1, quarrels=3
+    ),
+    # A proxy that repeats both legs under one id, while the first may still be under way.
+    "repeats": Profile(weather=WILD, clients={"repeater": 1.0}, leave=0.1, long=200),
+    "repeats, crashes": Profile(
+        weather=replace(WILD, land=0.03), clients={"repeater": 3.0, "routed": 1.0}, crashes=2,
+        quarrels=2, prefills=(replace(P, **TIGHT), P), decodes=(D, replace(D, **TIGHT)),
+    ),
+    # Engines end while others wait for what they had posted.
+    "drains, crashes": Profile(
+        weather=Weather(land=0.05, drop=0.03, late=0.1), leave=0.6, crashes=5, long=300,
+        prefills=(P, P), decodes=(D, D),
+    ),
+    "slabs run out": Profile(
+        weather=Weather(land=0.02, drop=0.03, late=0.02), prefills=(P, P),
+        decodes=(replace(D, order="NHD"),), crowds=3, leave=0.2, requests=40, settings=ONE_SLAB,
+    ),
+    "slabs run out, both ways": Profile(
+        weather=replace(WILD, land=0.02), prefills=(replace(BOTH, order="NHD"), BOTH),
+        decodes=(replace(BOTH, order="NHD"), BOTH), crowds=3, requests=40, quarrels=2, crashes=1,
+        settings=ONE_SLAB,
+    ),
+    "wrong bytes": Profile(
+        weather=replace(WILD, turn=0.1), leave=0.1, settings=(("kv_digest", True),)
+    ),
+    "wrong bytes, pull": Profile(
+        weather=replace(WILD, turn=0.1), leave=0.1, mode="pull", settings=(("kv_digest", True),)
+    ),
+    # What prefill has finished is read while its blocks are wanted by others.
+    "pull, small pools": Profile(
+        weather=Weather(land=0.02, late=0.05), mode="pull", prefills=(replace(P, **TIGHT),),
+        clients={"routed": 3.0, "sequential": 2.0, "widow": 2.0}, crowds=4, requests=50, resets=2,
+        leave=0.1,
+    ),
+    # Prompts that are alike, computed in pieces where there is no room for all of them.
+    "prefix hits, preemption": Profile(
+        weather=Weather(land=0.01, late=0.02),
+        prefills=(replace(P, tokens=32, **TIGHT),), crowds=4, requests=40, resets=3, leave=0.1,
+    ),
+    "overlapping steps, recompute": Profile(
+        weather=WILD, decodes=(replace(D, overlapping=True, policy="recompute", **TIGHT),),
+        crashes=1, quarrels=3, freezes=1, resets=1, leave=0.2,
     ),
     "chaos": CHAOS,
     "chaos, pull": replace(CHAOS, mode="pull"),

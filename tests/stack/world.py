@@ -112,6 +112,10 @@ class World:
                 raise AssertionError(str(broken)) from broken
         return self
 
+    def story(self) -> tuple[object, ...]:
+        """What happened, to compare two runs of one seed by."""
+        return dict(self.clock.steps), self.clock.now, dict(self.outcomes), list(self.clock.trace)
+
     def _play(self) -> None:
         self._build()
         self.clock.run(0.5)
@@ -181,9 +185,11 @@ class World:
         return outcome
 
     def _close(self) -> None:
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        for _ in range(5):
+        for _ in range(20):  # who is cancelled may have something to wait for
+            for task in (pending := asyncio.all_tasks(self.loop)):
+                task.cancel()
+            if not pending:
+                break
             self.loop.turn()
         self.loop.close()
         for engine in self.engines.values():
