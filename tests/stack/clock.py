@@ -91,10 +91,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handle
 
     def turn_at(self) -> bool:
-        """A timer fell due, unless it was cancelled."""
-        if not any(h._when <= self.time() and not h._cancelled for h in self._scheduled[:1]):
-            return False
-        return self.turn()
+        """A timer fell due, unless it was cancelled; cancelled ones may hide it."""
+        timers, now = self._scheduled, self.time() + self._clock_resolution
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+            self._timer_cancelled_count -= 1
+        return self.turn() if timers and timers[0]._when < now else False
 
     def turn(self) -> bool:
         """Everything that is ready now, once."""

@@ -293,7 +293,12 @@ class Engine:
                 for block in unpack_ids(command.blocks[0]):
                     self.registered[command.attempt, block] = self.epochs[block]
         works = [self._work(name, count) for name, count in output.num_scheduled_tokens.items()]
-        batch = Batch(output, works, [], eventful=bool(works or meta.now or meta.due or meta.rejected or meta.handed))
+        batch = Batch(
+            output,
+            works,
+            [],
+            eventful=bool(works or meta.now or meta.due or meta.rejected or meta.handed),
+        )
         packed = pickle.dumps(meta)
         self._batches.append(batch)
         seconds = clock.rng.uniform(0.0005, 0.004) if works else 0.0

@@ -67,16 +67,16 @@ def keep_pins_for_ever(patch):
 MUTANTS = {
     skip_the_fence: ("healthy", 0),
     settle_a_prefix_hit_early: ("crowds", 0),
-    decode_before_all_has_landed: ("losses", 0),
+    decode_before_all_has_landed: ("losses", 2),
     keep_pins_for_ever: ("healthy", 0),
     take_no_references: ("small pools", 0),
     worlds.free_when_the_link_is_lost: ("quarrels", 0),
-    worlds.cancelled_before_the_drain: ("losses", 0),
-    worlds.decode_without_confirmation: ("pull, freezes", 20),
-    worlds.lend_what_may_go: ("pull", 0),
-    worlds.count_instead_of_sets: ("losses", 13),
-    worlds.revive_ended_attempts: ("losses", 20),
-    worlds.free_on_timeout: ("quarrels", 36),
+    worlds.cancelled_before_the_drain: ("losses", 2),
+    worlds.decode_without_confirmation: ("pull, freezes", 24),
+    worlds.lend_what_may_go: ("pull", 1),
+    worlds.count_instead_of_sets: ("losses", 27),
+    worlds.revive_ended_attempts: ("losses", 26),
+    worlds.free_on_timeout: ("quarrels", 41),
 }  # fmt: skip
 
 
