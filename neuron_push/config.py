@@ -115,15 +115,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     min_run: Annotated[int, Meta(ge=1)] = 16_384
     """Copies shorter than this many bytes go through a staging slab if a side can reorder; without
-    one, copies down to 2,048 bytes are still made directly. Both engines use the same."""
+    one, copies down to 2,048 bytes are still made directly. Scattered blocks whose copies would be
+    shorter than half of it go from slab to slab if both sides can. Both engines use the same."""
 
     staging_slab_bytes: Annotated[int, Meta(ge=1 << 12, le=1 << 32)] = 16 << 20
-    """Size of one staging slab, used by pairs of unlike layouts only. A slab must hold the tokens
-    between two block boundaries that both sides share."""
+    """Size of one staging slab, used by pairs of unlike layouts and for scattered blocks. A slab
+    must hold the tokens between two block boundaries that both sides share."""
 
     staging_slabs: Annotated[int, Meta(ge=0, le=1024)] = 4
     """Slabs set aside on every rank that can reorder; all staged transfers of a rank share them.
-    0: never reorder here."""
+    0: never reorder here; 1: never from slab to slab."""
 
     host_staging: bool = False
     """Move KV pages through registered host memory, for a Trainium instance that cannot register

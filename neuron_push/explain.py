@@ -161,6 +161,7 @@ def _pairs(model: Model, prefill: Side, decode: Side, min_run: int) -> Pairs:
         slab if prefill.platform.reorders else 0,
         slab if decode.platform.reorders else 0,
         min_run=min_run,
+        both=Config().staging_slabs > 1,
     )
     sources = prefill.geometries(model)
     plans: dict[tuple[int, int], Plan] = {}
@@ -192,9 +193,10 @@ def _staging(plan: Plan) -> dict[str, Any] | None:
     if not isinstance(plan, StagedPlan):
         return None
     return {
-        "side": "prefill" if plan.way == "packed" else "decode",
+        "side": {"packed": "prefill", "unpacked": "decode", "both": "both"}[plan.way],
         "slab_bytes": plan.slab_bytes,
         "tokens_per_slab": plan.tokens,
+        "straight": plan.straight.plan.way if plan.straight else None,
         "slabs": Config().staging_slabs,
         "bytes_per_rank": Config().staging_slabs * Config().staging_slab_bytes,
     }
@@ -217,7 +219,7 @@ def _hints(
             f"decode blocks of {best[1]} tokens: {best[0]} copies per 1,000 tokens instead of "
             f"{copies}"
         )
-    if report["way"] != "direct":
+    if report["way"] != "direct" and prefill.platform.layout != decode.platform.layout:
         yield (
             "the same page layout on both sides: no staging. Page layouts belong to the engines; "
             "block sizes and parallel degrees do not matter for that"
@@ -231,10 +233,13 @@ def _hints(
 
 
 def _copies(model: Model, prefill: Side, decode: Side, min_run: int) -> int:
+    """Copies of a pair that need not bring its bytes through two slabs to have so few."""
     try:
-        return _pairs(model, prefill, decode, min_run).copies
+        pairs = _pairs(model, prefill, decode, min_run)
     except IncompatiblePair:
         return sys.maxsize
+    staged = any(plan.way == "both" for plan in pairs.plans.values())
+    return sys.maxsize if staged else pairs.copies
 
 
 def _refused_hints(prefill: Side, decode: Side) -> list[str]:
@@ -272,6 +277,7 @@ WAYS: Final = {
     "direct": "direct: pages are written from pages, nobody reorders",
     "packed": "packed by prefill: it gathers decode's pages in a slab and writes whole pages",
     "unpacked": "unpacked by decode: prefill writes its own order into a slab, decode scatters",
+    "both": "packed by prefill and unpacked by decode: scattered blocks go from slab to slab",
 }
 
 
@@ -287,11 +293,17 @@ def _way_lines(report: dict[str, Any]) -> Iterator[str]:
     if staging is None:
         yield "staging  none"
     else:
+        side = "" if staging["side"] == "both" else f"{staging['side']} "
         yield (
             f"staging  {staging['slabs']} slabs of {staging['slab_bytes']:,} bytes on each "
-            f"{staging['side']} rank ({staging['bytes_per_rank']:,} set aside), "
+            f"{side}rank ({staging['bytes_per_rank']:,} set aside), "
             f"{staging['tokens_per_slab']} tokens each"
         )
+        if straight := staging["straight"]:
+            yield (
+                f"         blocks that follow each other on both sides go {straight}, piece by "
+                "piece as that takes fewer or longer copies"
+            )
     if (replicas := report["stripe"]["replicas"]) > 1:
         yield (
             f"stripes  {replicas} prefill ranks hold what a decode rank needs and take turns every "

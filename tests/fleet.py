@@ -224,25 +224,34 @@ class Slab:
 def carry(plan, prefill, decode, ranks, piece, lists, written):
     """One piece of a staged pair: pack and WRITE, or WRITE and unpack. Returns copies and rows."""
     sources, targets = prefill.caches[ranks[0]].memory(), decode.caches[ranks[1]].memory()
-    slab = Slab(plan.slab_bytes)
-    copies, rows = plan.copies(*piece, *lists), plan.rows(*piece, *lists, slab.address)
-    for part in rows:
-        check_grids(part)
-    region = Region(slab.address, plan.slab_bytes, "DRAM", 0)
-    if plan.way == "packed":
-        HostMover().move(rows)
-        check_binding(copies, plan.geometry(region), plan.destination)
-        oracle.replay([*sources, slab.memory], targets, rows_of(copies), written)
-    else:
-        filled = [np.zeros(len(memory), np.uint8) for memory in (*targets, slab.memory)]
-        check_binding(copies, plan.source, plan.geometry(region))
-        oracle.replay(sources, [*targets, slab.memory], rows_of(copies), filled)
+    slabs = [Slab(plan.slab_bytes) for _ in "pd"]
+    regions = [Region(slab.address, plan.slab_bytes, "DRAM", 0) for slab in slabs]
+    copies, moves = plan.copies(*piece, *lists), []
+    if plan.packs:
+        moves += rearrange(plan.rows(*piece, *lists, slabs[0].address, pack=True))
+        sources = [*sources, slabs[0].memory]
+    check_binding(copies, *plan.ends(*regions))
+    if plan.unpacks:
+        filled = [np.zeros(len(memory), np.uint8) for memory in (*targets, slabs[1].memory)]
+        oracle.replay(sources, [*targets, slabs[1].memory], rows_of(copies), filled)
         assert max(int(count.max(initial=0)) for count in filled) <= 1
-        HostMover().move(rows)
+        rows = rearrange(plan.rows(*piece, *lists, slabs[1].address, pack=False))
         for part in rows:
             tally(part.destination, part.unit, plan.destination, written)
-    slab.check()
-    return copies, rows
+        moves += rows
+    else:
+        oracle.replay(sources, targets, rows_of(copies), written)
+    for slab in slabs:
+        slab.check()
+    return copies, moves
+
+
+def rearrange(rows):
+    """Carry rows out; returns them."""
+    for part in rows:
+        check_grids(part)
+    HostMover().move(rows)
+    return rows
 
 
 def check_grids(rows):
@@ -297,10 +306,17 @@ def push_by(prefill, decode, start, stop, choose, *, spoil=None):
                 )
                 done.append((plan, [(copies, [])]))
                 continue
-            pieces = [
-                carry(plan, prefill, decode, (rank, seat), piece, lists, written)
-                for piece in cut(start, stop, plan)
-            ]
+            pieces = []
+            for piece in cut(start, stop, plan):
+                chosen = plan.plan_of(*piece, *lists)
+                if chosen.way == "direct":
+                    copies = chosen.copies(*piece, *lists)
+                    memory = prefill.caches[rank].memory(), cache.memory()
+                    oracle.replay(*memory, rows_of(copies), written)
+                    pieces.append((copies, []))
+                else:
+                    seats = rank, seat
+                    pieces.append(carry(chosen, prefill, decode, seats, piece, lists, written))
             done.append((plan, pieces))
         assert max((int(count.max()) for count in written if len(count)), default=0) <= 1
     return done

@@ -63,6 +63,7 @@ class _Commands:
         from neuron_push.config import Config
         from neuron_push.geometry import Region
         from neuron_push.nixl import factory
+        from neuron_push.plan import ways
         from neuron_push.protocol import EngineInfo, Slabs
         from neuron_push.rendezvous import Identity
         from neuron_push.sidechannel import Listener
@@ -71,6 +72,7 @@ class _Commands:
         from tests import fleet, oracle
         from tests.rendezvous.shapes import SEMANTICS
 
+        ways.FEW_COPIES = 0  # prompts are short here
         self.engine = fleet.engine(**shape)
         geometry, self.states, self.state = self.engine.geometries[0], None, state
         if state:

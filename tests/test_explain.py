@@ -84,9 +84,20 @@ def test_a_pair_that_cannot_talk_says_why_and_what_would_help(monkeypatch):
 
 
 def test_what_would_be_faster_is_computed():
-    found = report("p5en", "p5en", sizes=(128, 16))
+    found = report("trn2", "trn2", sizes=(128, 16))
     assert any(hint.startswith("decode blocks of 128 tokens: ") for hint in found["faster"])
     assert report("p5en", "p5en", sizes=(128, 128))["faster"] == []
+
+
+def test_many_short_copies_go_from_slab_to_slab_where_both_sides_can_reorder():
+    found = report("p5en", "p5en", sizes=(128, 16))  # direct: a million copies of 8 KiB
+    assert found["way"] == "both" and found["faster"] == []
+    staging = found["staging"]
+    assert (staging["side"], staging["straight"]) == ("both", "direct")
+    assert found["copies_per_1000_tokens"] == -(-1000 // staging["tokens_per_slab"])
+    text = "\n".join(explain._lines(found))
+    assert "talk     yes, packed by prefill and unpacked by decode" in text
+    assert "16,777,216 bytes on each rank" in text and "go direct, piece by piece" in text
 
 
 def test_the_command_prints_lines_or_json(capsys):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from neuron_push.errors import IncompatiblePair, PlanError
 from neuron_push.geometry import GeometryError
-from neuron_push.plan import Blocks, Means, decide, grids, staged
+from neuron_push.plan import Blocks, Means, decide, grids, staged, ways
 from tests import fleet, oracle
 from tests.test_plan import STRIDED, block_list, falsify
 
@@ -17,6 +17,7 @@ from tests.test_plan import STRIDED, block_list, falsify
 ELEMENTS = (*STRIDED, "vec", "transposed", "tiled")
 PROVE = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 SLAB = 1 << 20
+WAYS = ("packed", "unpacked", "both")
 
 
 def moved(prefill, decode, start, stop, choose, **options):
@@ -39,7 +40,7 @@ def cases(draw):
     per_block = [draw(st.sampled_from([1, 1, 2, 3])) for _ in "pd"]
     stop = draw(st.integers(1, 120))
     start = draw(st.integers(0, stop - 1))
-    way = draw(st.sampled_from(["packed", "unpacked"]))
+    way = draw(st.sampled_from(WAYS))
     if way == "packed" and names[1] in ("vec", "transposed", "tiled"):
         start -= start % tokens[1]
     heads = draw(st.sampled_from([1, 2, 4]))
@@ -91,7 +92,26 @@ def test_every_wanted_element_arrives_once_by_either_way(form, case):
     assert all(plan.slab_bytes <= slab for plan, _ in done)
 
 
-@pytest.mark.parametrize("way", ["packed", "unpacked"])
+@PROVE
+@given(data=st.data())
+def test_each_piece_goes_as_its_blocks_lie_and_every_element_arrives_once(data, monkeypatch):
+    """Runs of blocks that follow each other go straight, what lies scattered from slab to slab."""
+    monkeypatch.setattr(ways, "FEW_COPIES", 0)
+    names = [data.draw(st.sampled_from(["neuron", "interleaved", "nhd"])) for _ in "pd"]
+    stop = data.draw(st.integers(1, 120))
+    start = data.draw(st.integers(0, stop - 1))
+    sides = []
+    for name in names:
+        size = data.draw(st.sampled_from([2, 4, 8]))
+        count = -(-stop // size)
+        turn = data.draw(st.integers(0, count))
+        ids = [*range(1, turn + 1), *data.draw(st.permutations(range(turn + 1, count + 1)))]
+        sides.append(fleet.engine(name, tokens=size, blocks=ids, heads=2, width=4))
+    means = Means(1 << 12, 1 << 12, min_run=data.draw(st.sampled_from([64, 256, 1024])), both=True)
+    moved(*sides, start, stop, decided(means))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_an_opaque_page_in_which_a_prompt_ends_is_copied_once(form, way):
     prefill, decode = (fleet.engine("amx", tokens=16, blocks=[2, 1]) for _ in "pd")
     moved(prefill, decode, 0, 28, by(way))
@@ -136,6 +156,16 @@ def test_an_unpacked_slab_receives_whole_pages():
     assert sizes == [[(16, 96 * 2 * 2 * 2)]]
 
 
+def test_a_slab_goes_into_a_slab_as_one_copy():
+    prefill, decode = neuron_and_interleaved()
+    plan, counts, sizes = one(prefill, decode, "both", 96)
+    assert counts == [1] and plan.describe()["copies_per_1000_tokens"] == 1
+    # Prefill brings elements into decode's order; decode moves whole pages of each layer.
+    assert sizes == [[(16, 96 * 2 * 2 * 2), (16 * 2 * 2 * 4 * 4, 6 * 2)]]
+    _, counts, _ = one(prefill, decode, "both", 90, start=20)
+    assert counts == [1]
+
+
 def test_rows_join_tokens_where_both_sides_do():
     prefill = fleet.engine("neuron", tokens=16, blocks=[3, 1, 2], heads=1, layers=1, width=4)
     decode = fleet.engine("neuron", tokens=48, blocks=[1], heads=1, layers=1, width=4)
@@ -166,7 +196,7 @@ def test_all_blocks_contiguous_or_not_the_image_is_dense(way):
     sides = prefill.geometries[0], decode.geometries[0]
     # The slab holds exactly the prompt.
     plan = by(way, 96 * 2 * 2 * 4 * 4)(*sides, fleet.everything(sides[1]))
-    (rows,) = plan.rows(0, 96, *lists, 4096)
+    (rows,) = plan.rows(0, 96, *lists, 4096, pack=plan.packs)
     assert (rows.destination if way == "packed" else rows.source) == 4096
     assert rows.nbytes == plan.copies(0, 96, *lists).nbytes
 
@@ -181,7 +211,7 @@ def sliding(layout, size, stop, window, blocks):
 
 
 @PROVE
-@given(st.data(), st.sampled_from(["packed", "unpacked"]))
+@given(st.data(), st.sampled_from(WAYS))
 def test_a_sliding_window_moves_only_what_both_sides_hold(data, way):
     sizes = [data.draw(st.sampled_from([4, 8, 12])) for _ in "pd"]
     stop = data.draw(st.integers(20, 90))
@@ -202,7 +232,7 @@ def test_a_sliding_window_moves_only_what_both_sides_hold(data, way):
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("way", ["packed", "unpacked"])
+@pytest.mark.parametrize("way", WAYS)
 def test_packed_keys_go_through_a_slab_beside_values_that_need_it(way):
     """Packed fp8 keys are copied whole, values in another order are taken apart."""
     prefill, decode = (
@@ -232,7 +262,7 @@ def test_a_piece_that_does_not_fit_into_a_slab_is_an_error():
     sides = prefill.geometries[0], decode.geometries[0]
     plan = by("packed", 1 << 13)(*sides, fleet.everything(sides[1]))
     assert plan.tokens < 96
-    for plans in (plan.copies, lambda *a: plan.rows(*a, 4096)):
+    for plans in (plan.copies, lambda *a: plan.rows(*a, 4096, pack=True)):
         with pytest.raises(PlanError, match="do not fit into a slab"):
             plans(0, 96, prefill.lists, decode.lists)
         with pytest.raises(PlanError, match="malformed"):
@@ -308,6 +338,61 @@ def test_too_many_copies_go_through_a_slab_if_that_makes_them_fewer():
     assert way_of(large, small, prefill_slab=10, **few).way == "direct"
 
 
+def test_short_or_too_many_copies_go_from_slab_to_slab_where_both_sides_can():
+    small = fleet.engine("neuron", tokens=2, blocks=[1], heads=1, width=512)  # pages of 4 KiB
+    large = fleet.engine("neuron", tokens=64, blocks=[1], heads=1, width=512)
+    able = both_slabs(both=True)
+    assert way_of(small, small, **both_slabs()).way == "direct"  # one has a slab to spare at most
+    assert way_of(small, small, both=True, decode_slab=SLAB).way == "direct"
+    plan = way_of(small, small, **able)
+    assert (plan.way, plan.straight.plan.way) == ("both", "direct")
+    assert plan.slab_bytes <= SLAB
+    assert way_of(small, small, **able, min_run=8192).way == "direct"  # long enough for two passes
+    assert way_of(small, small, **able, min_run=1, most_copies=60_000).way == "both"
+    assert way_of(large, large, **able).way == "direct"
+    # The smaller slab binds.
+    tight = {"prefill_slab": SLAB, "decode_slab": SLAB // 4, "both": True}
+    assert way_of(small, small, **tight).slab_bytes <= SLAB // 4
+    unlike = neuron_and_interleaved()
+    plan = way_of(*unlike, **able)
+    assert (plan.way, plan.straight.plan.way) == ("both", "packed")
+
+
+def test_a_piece_goes_straight_where_that_takes_few_or_long_copies(monkeypatch):
+    small = fleet.engine("neuron", tokens=2, blocks=[1], heads=1, width=512, spare=600)
+    plan = way_of(small, small, **both_slabs(both=True))
+    row = [Blocks(0, np.arange(1, 513, dtype=np.int32))]
+    apart = [Blocks(0, row[0].ids[::-1].copy() * 1)]
+    apart[0].ids[:] = np.random.default_rng(1).permutation(apart[0].ids)
+    assert plan.plan_of(0, 1024, row, row).way == "direct"
+    assert plan.plan_of(0, 1024, row, apart).way == "both"
+    # 64 pages of two planes and two layers are the fewest that are worth it.
+    assert plan.plan_of(0, 128, row, apart).way == "direct"
+    monkeypatch.setattr(ways, "FEW_COPIES", 0)
+    few = way_of(small, small, **both_slabs(both=True))
+    assert few.plan_of(0, 128, row, apart).way == "both"
+    # Lists that cannot be planned fail where the WRITE is made.
+    assert plan.plan_of(0, 4096, row, apart).way == "direct"
+    # Long copies, but more per token than a prompt may take.
+    many = way_of(small, small, **both_slabs(both=True), min_run=1, most_copies=60_000)
+    assert many.plan_of(0, 1024, row, row).way == "direct"
+    assert many.plan_of(0, 1024, row, apart).way == "both"
+
+
+def test_too_many_copies_are_refused_where_slabs_of_both_would_help_but_have_no_room():
+    small = fleet.engine("neuron", tokens=2, blocks=[1], heads=1, width=512)
+    few = {"both": True, "most_copies": 10_000}
+    with pytest.raises(IncompatiblePair) as caught:
+        way_of(small, small, prefill_slab=SLAB, decode_slab=100, **few)
+    text = str(caught.value)
+    assert "takes 65,536 copies, more than 10,000" in text
+    assert "slabs of both sides do not do: a staging slab of 100 bytes is less than the" in text
+    least = int(re.search(r"less than the (\d+) that", text)[1])
+    assert way_of(small, small, prefill_slab=SLAB, decode_slab=least, **few).way == "both"
+    # Short copies that are not too many still go direct.
+    assert way_of(small, small, prefill_slab=SLAB, decode_slab=100, both=True).way == "direct"
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "copies"),
     [
@@ -359,7 +444,7 @@ def test_opaque_pages_are_never_taken_apart():
     for sides in ((amx, plain), (plain, amx)):
         with pytest.raises(IncompatiblePair, match="never taken apart"):
             way_of(*sides, **both_slabs())
-        for way in ("packed", "unpacked"):
+        for way in WAYS:
             with pytest.raises(IncompatiblePair, match="never taken apart"):
                 moved(*sides, 0, 16, by(way))
 
@@ -368,7 +453,7 @@ def test_opaque_pages_are_never_taken_apart():
 
 
 @pytest.mark.parametrize("layouts", [("neuron", "interleaved"), ("vec", "nhd"), ("block", "vec")])
-@pytest.mark.parametrize("way", ["packed", "unpacked"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("field", ["offset", "page", "head", "token", "channel"])
 @pytest.mark.parametrize("change", [-4, 0, 4])
@@ -407,5 +492,5 @@ def test_small_grids_are_left_to_rows(form):
     prefill, decode = neuron_and_interleaved()
     plan = by("packed")(prefill.geometries[0], decode.geometries[0], fleet.everything(
         decode.geometries[0]))  # fmt: skip
-    (part,) = plan.rows(0, 96, prefill.lists, decode.lists, 4096)
+    (part,) = plan.rows(0, 96, prefill.lists, decode.lists, 4096, pack=True)
     assert bool(part.grids) == (form == "grids")

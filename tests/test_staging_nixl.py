@@ -68,6 +68,8 @@ def push(
     prefill, decode = ranks
     sizes = sizes_of(source, target, rng)
     shape = {"heads": 2, "layers": 2, "width": 8, "spare": 4}
+    if reorders == "both" and slabs > 1:
+        shape["min_run"] = 1 << 14  # through slabs on both sides, unless blocks lie well
     sides = []
     for rank, layout, tokens, pages, role, name in (
         (prefill, source, sizes[0], per_block[0], "producer", f"P{seed}"),
@@ -110,7 +112,8 @@ def push_each(ranks, pairs, reorders, first):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("reorders", "pairs"), [("producer", OFTEN[::2]), ("consumer", OFTEN[1::2])]
+    ("reorders", "pairs"),
+    [("producer", OFTEN[::3]), ("consumer", OFTEN[1::3]), ("both", OFTEN[2::3])],
 )
 def test_pairs_of_layouts_meet_the_two_fleets(ranks, reorders, pairs):
     push_each(ranks, pairs, reorders, 0)
@@ -124,7 +127,7 @@ def test_every_ordered_pair_of_layouts(ranks, reorders):
 
 
 @pytest.mark.parametrize(("source", "target"), STATES)
-@pytest.mark.parametrize("reorders", ["producer", "consumer"])
+@pytest.mark.parametrize("reorders", ["producer", "consumer", "both"])
 def test_a_state_travels_beside_pages_of_tokens(ranks, source, target, reorders):
     push(ranks, source, target, reorders=reorders, seed=31, per_block=(1, 2), state=2)
 
@@ -150,17 +153,17 @@ def test_one_slab_serves_a_whole_prompt(ranks, source, target, reorders, way):
     push(ranks, source, target, reorders=reorders, seed=7, slabs=1, expected=way)
 
 
-@pytest.mark.parametrize("way", ["unpacked", "packed", "direct"])
+@pytest.mark.parametrize("way", ["unpacked", "packed", "direct", "both"])
 def test_a_digest_agrees_for_what_was_sent_and_fails_what_was_turned_on_its_way(ranks, way):
     layouts, reorders = {
         "unpacked": (("neuron", "interleaved"), "consumer"),
         "packed": (("interleaved", "neuron"), "producer"),
-        "direct": (("neuron", "neuron"), "both"),
+        "direct": (("neuron", "neuron"), ""),
+        "both": (("interleaved", "neuron"), "both"),
     }[way]
-    push(ranks, *layouts, reorders=reorders, seed=21, expected=way, kv_digest=True)
-    told = push(
-        ranks, *layouts, reorders=reorders, seed=22, expected=way, kv_digest=True, fault="tamper"
-    )
+    options = {"reorders": reorders, "expected": way, "kv_digest": True}
+    push(ranks, *layouts, seed=21, **options)
+    told = push(ranks, *layouts, seed=22, fault="tamper", **options)
     assert "is not what prefill sent (digest)" in told
 
 
@@ -186,7 +189,9 @@ def test_a_device_that_nobody_registers_is_reached_through_host_memory(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("reorders", "way"), [("consumer", "unpacked"), ("producer", "packed")])
+@pytest.mark.parametrize(
+    ("reorders", "way"), [("consumer", "unpacked"), ("producer", "packed"), ("both", "both")]
+)
 def test_many_transfers_at_once_use_the_staging_memory_that_was_configured_and_no_more(
     ranks, reorders, way
 ):
@@ -199,11 +204,11 @@ def test_many_transfers_at_once_use_the_staging_memory_that_was_configured_and_n
         (prefill, "neuron", 32, "producer"),
         (decode, "interleaved", 16, "consumer"),
     ):
-        able = slabs if reorders == role else 0
+        able = slabs if reorders in (role, "both") else 0
         blocks = scattered(random.Random(size), size, tokens)
         sides.append(
             rank.call("open", f"{role}{way}", role, slabs=able, slab_bytes=slab, layout=layout,
-                      tokens=size, blocks=blocks, spare=4, **shape)
+                      tokens=size, blocks=blocks, spare=4, min_run=1 << 16, **shape)
         )  # fmt: skip
     matches = [Match(f"many{number}", "b", b"digest", tokens) for number in range(prompts)]
     staging = prefill if reorders == "producer" else decode
@@ -221,6 +226,7 @@ def test_many_transfers_at_once_use_the_staging_memory_that_was_configured_and_n
     finally:
         left = [rank.call("close") for rank in ranks]
     assert left == [[], []]
-    assert most == slabs  # all of it is used
+    # All of it is used, but for a slab that is never promised.
+    assert most == slabs - (way == "both")
     # Besides, a piece's addresses and NIXL's own buffers; the prompts took 96 MiB together.
     assert grown < 24 << 20, f"{grown >> 20} MiB beyond {slabs * slab >> 20} MiB of staging"

@@ -18,6 +18,7 @@ CHOICES = {
     "direct": lambda *sides: pair(*sides, min_run=1),
     "packed": lambda *sides: staged(*sides, "packed", 1 << 12, min_run=1),
     "unpacked": lambda *sides: staged(*sides, "unpacked", 1 << 12, min_run=1),
+    "both": lambda *sides: staged(*sides, "both", 1 << 12, min_run=1),
 }
 
 
@@ -62,7 +63,9 @@ def test_the_union_of_all_replicas_covers_every_token_exactly_once(case, data):
     for cache, was in zip(decode.caches, before, strict=True):
         oracle.compare(cache, was, decode.blocks, decode.block_tokens, 0, start, stop)
     row = 3 * 4 * (1 if decode.caches[0].layout == "mla" else 2)
-    assert moved == (stop - start) * row * sum(len(cache.heads) for cache in decode.caches)
+    wanted = (stop - start) * row * sum(len(cache.heads) for cache in decode.caches)
+    # From slab to slab, pages go whole.
+    assert moved == wanted or (way == "both" and moved > wanted)
 
 
 @PROVE

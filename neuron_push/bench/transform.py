@@ -153,7 +153,7 @@ def _case(
     mover = HostMover()
 
     def transform(piece: tuple[int, int], slab: Bytes = area) -> None:
-        mover.move(plan.rows(*piece, *lists, slab.ctypes.data))
+        mover.move(plan.rows(*piece, *lists, slab.ctypes.data, pack=plan.packs))
 
     pages = prefill if way == "packed" else decode
     took, memcpy = _best((transform, _baseline(plan, pages, area)), pieces, repeat)

@@ -2,9 +2,9 @@
 
 assign   which prefill rank provides which heads, layers and tokens of a decode rank
 stripe   the tokens of one of several replicas
-decide   the way a pair of ranks goes: direct, packed by prefill, unpacked by decode, or refused
+decide   the way a pair of ranks goes: direct, packed by prefill, unpacked by decode, both or none
 pair     what a direct pair computes once
-staged   what a pair computes once whose pages are brought into order in a slab of one side
+staged   what a pair computes once whose pages go through a slab of one side, or of each
 *.copies the copies of a token range, from both block lists; StagedPlan.rows the reordering
 bind     addresses, with every range checked against its region
 """

@@ -51,6 +51,21 @@ class Image:
             for plane, start in zip(self.planes, self.starts, strict=True)
         )
 
+    def whole(self) -> Image:
+        """The same page as one part, so that any number of pages is one stretch of a slab."""
+        planes = tuple(
+            replace(plane, offset=start + plane.offset, page=self.page_bytes)
+            for plane, start in zip(self.planes, self.starts, strict=True)
+        )
+        return Image(planes, (0,) * len(planes), self.heads, self.page_tokens, self.page_bytes)
+
+    def opaque(self) -> Plane:
+        """A page of a `whole` image as it travels between two slabs: bytes and nothing else."""
+        return Plane(
+            self.planes[0].layer, self.planes[0].kind, 0, 0, self.page_bytes, 0, 0, 0, 1,
+            interior="image", page_bytes=self.page_bytes,
+        )  # fmt: skip
+
 
 class Spot(NamedTuple):
     """Where one head of one plane lies in a page of the image."""

@@ -18,8 +18,8 @@ from neuron_push.plan.stripe import WHOLE, Stripe, check_stripe
 
 __all__ = ["MIN_RUN", "Description", "PairPlan", "Way", "pair"]
 
-# How bytes get into decode's order: they have it, prefill packs, or decode unpacks.
-Way = Literal["direct", "packed", "unpacked"]
+# How bytes get into decode's order: they have it, prefill packs, decode unpacks, or each does.
+Way = Literal["direct", "packed", "unpacked", "both"]
 
 # Shortest copy, in bytes, that strided interiors may produce. 2 KiB take 160 ns on a 100 Gbit/s
 # link, about what one more descriptor costs to plan and post; below it the link idles.

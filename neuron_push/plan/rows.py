@@ -164,14 +164,19 @@ class Rearrangement:
             unit, align, _, part = key
             arrays = [np.concatenate(each) for each in zip(*members, strict=True)]
             order = np.argsort(arrays[0])
+            arrays = [each[order] for each in arrays]
             span = part * self.pages
-            image, layout, column, chunk = _by_part([a[order] for a in arrays], span)
-            # Parts that are unlike are walked page by page, which is not the order of the slab.
-            in_order = len(image) == len(np.unique(image // span))
-            dense = in_order and unit * image.size == self.image.page_bytes
             bundles = tuple(
                 _bundles(lanes[key], step, self.image.page_tokens, self.geometry.element_bytes)
             )
+            if len(bundles) == 1 and (rows := _run(unit, *arrays)) > 1:
+                unit, arrays = unit * rows, [each[::rows] for each in arrays]
+                align = math.gcd(unit, *steps, *np.diff(arrays[1]).tolist())
+                bundles = (_joined(bundles[0], unit, arrays),)
+            image, layout, column, chunk = _by_part(arrays, span)
+            # Parts that are unlike are walked page by page, which is not the order of the slab.
+            in_order = len(image) == len(np.unique(image // span))
+            dense = in_order and unit * image.size == self.image.page_bytes
             yield RowTable(unit, align, part, image, layout, column, chunk, dense, bundles)
 
     def _of_lane(self, lane: Lane, step: int) -> tuple[int, Ints, Ints, Ints]:
@@ -186,6 +191,23 @@ class Rearrangement:
         spots = np.broadcast_to(lane.layout + _starts(inner, 2), at.shape)
         chunk = np.broadcast_to(chunks[:, None], at.shape)
         return unit, at.ravel(), spots.ravel(), chunk.ravel()
+
+
+def _run(unit: int, image: Ints, layout: Ints, column: Ints, chunk: Ints) -> int:
+    """How many rows continue each other on both sides everywhere: K beside V, head after head."""
+    follows = (np.diff(image) == unit) & (np.diff(layout) == unit)
+    follows &= (np.diff(column) == 0) & (np.diff(chunk) == 0)
+    lengths = np.diff(np.flatnonzero(np.concatenate(([True], ~follows, [True]))))
+    return int(lengths[0]) if (lengths == lengths[0]).all() else 1
+
+
+def _joined(bundle: Bundle, unit: int, arrays: Sequence[Ints]) -> Bundle:
+    """The bundle of rows that were joined to `unit` bytes."""
+    image, layout, _, chunk = arrays
+    first = chunk == 0
+    places = zip(image[first].tolist(), layout[first].tolist(), strict=True)
+    lanes = fold([Lattice(*place, ()) for place in places])
+    return bundle._replace(unit=unit, inner=(), lanes=tuple(lanes))
 
 
 def _by_part(arrays: list[Ints], span: int) -> tuple[Ints, Ints, Ints, Ints]:

@@ -4,6 +4,8 @@
                that image into decode's pages
     unpacked   prefill WRITEs its pages into an image of them in decode's slab, which decode then
                rearranges into its own pages
+    both       prefill packs an image of decode's pages, WRITEs it into decode's slab in one
+               stretch, and decode brings it into its pages
 
 So the WRITE is a direct plan between a geometry and one in which groups are replaced by images,
 in one more region, the slab. State pages have no image: they go straight from page to page.
@@ -30,7 +32,10 @@ from neuron_push.plan.rows import Rearrangement
 from neuron_push.plan.stripe import Stripe
 from neuron_push.transform import Rows
 
-__all__ = ["Stage", "StagedPlan"]
+__all__ = ["Stage", "StagedPlan", "Staging", "Straight"]
+
+
+Staging = Literal["packed", "unpacked", "both"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +43,25 @@ class Stage:
     """One group's image in the slab; `offset` counts from the slab's first byte."""
 
     image: Image
-    way: Rearrangement
+    packing: Rearrangement | None  # of prefill's pages
+    unpacking: Rearrangement | None  # into decode's pages
     offset: int
     pages: int  # that the slab has room for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Straight:
+    """How a piece goes by a pair that stages on both sides, if its blocks lie well together."""
+
+    plan: PairPlan | StagedPlan  # without a slab of decode's
+    min_run: int  # on average
+    most_copies: float  # per token
+    few_copies: int  # whatever their length
+
+    @property
+    def too_many(self) -> bool:
+        """Whether a long prompt in scattered blocks takes more copies than it may."""
+        return self.plan.describe()["copies_per_1000_tokens"] > 1000 * self.most_copies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +73,7 @@ class StagedPlan:
     arguments: ranges and lists are those of the whole prompt.
     """
 
-    way: Literal["packed", "unpacked"]
+    way: Staging
     source: Geometry
     destination: Geometry
     wire: PairPlan
@@ -61,8 +82,39 @@ class StagedPlan:
     tokens: int
     grain: int
     slab_bytes: int
-    staged_geometry: Geometry  # the side with the slab; its last region is the slab, at address 0
+    # Prefill and decode as the WRITE sees them: the last region of a side with a slab is the slab,
+    # at address 0.
+    views: tuple[Geometry, Geometry]
     stripe: Stripe  # which tokens this prefill rank sends
+    straight: Straight | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether prefill needs a slab of its own."""
+        return self.way != "unpacked"
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether decode needs one."""
+        return self.way != "packed"
+
+    def plan_of(
+        self, start: int, stop: int, source: Sequence[Blocks], destination: Sequence[Blocks]
+    ) -> PairPlan | StagedPlan:
+        """How a piece is to go: by this, or straight if that takes few enough and long copies.
+
+        What cannot be planned goes straight too, and fails there.
+        """
+        if self.straight is None:
+            return self
+        plan = self.straight.plan
+        try:
+            copies = plan.copies(start, stop, source, destination)
+        except PlanError:
+            return plan
+        long = copies.nbytes / max(1, self.straight.min_run)
+        most = min(long, (stop - start) * self.straight.most_copies)
+        return plan if copies.count <= max(most, self.straight.few_copies) else self
 
     def start_granularity(self, group: int) -> int:
         """Token ranges of this group may start at multiples of this (see PairPlan)."""
@@ -74,10 +126,25 @@ class StagedPlan:
         # What lands in a slab before the range is not looked at.
         return self.wire.start_granularity(group) if self.way == "packed" else 1
 
-    def geometry(self, slab: Region) -> Geometry:
-        """The side with the slab, for `bind`: its regions and this slab as the last one."""
-        staged = self.staged_geometry
-        return replace(staged, regions=(*staged.regions[:-1], slab))
+    def ends(self, packing: Region | None, unpacking: Region | None) -> tuple[Geometry, Geometry]:
+        """Prefill and decode, for `bind`, with the slabs that a piece uses there.
+
+        Raises:
+            PlanError: one that is needed is missing or too small.
+        """
+        prefill, decode = self.source, self.destination
+        if self.packs:
+            prefill = self._with_slab(self.views[0], packing)
+        return prefill, self.landing(unpacking) if self.unpacks else decode
+
+    def landing(self, slab: Region | None) -> Geometry:
+        """Decode with the slab that a piece lands in there; raises PlanError as `ends`."""
+        return self._with_slab(self.views[1], slab)
+
+    def _with_slab(self, view: Geometry, slab: Region | None) -> Geometry:
+        if slab is None or slab.length < self.slab_bytes:
+            raise PlanError("a staged piece without a slab that holds it")
+        return replace(view, regions=(*view.regions[:-1], slab))
 
     def copies(
         self,
@@ -104,7 +171,11 @@ class StagedPlan:
                     parts += plan.state_parts(read, written, reserved)
                 continue
             step = plan.granularity
-            for low, high in self._present(index, start, stop, read, written):
+            ranges = self._present(index, start, stop, read, written)
+            if self.way == "both":
+                # One stretch: nobody looks at what it holds of tokens that are not there.
+                ranges = [(ranges[0][0], ranges[-1][1])] if ranges else []
+            for low, high in ranges:
                 # Pages that cannot be cut go whole: into a slab, or where a window begins and
                 # nobody looks at what lies before.
                 low -= low % step
@@ -119,24 +190,24 @@ class StagedPlan:
         source: Sequence[Blocks],
         destination: Sequence[Blocks],
         slab: int,
+        *,
+        pack: bool,
     ) -> list[Rows]:
         """What packing (before the WRITE) or unpacking (after it) copies; `slab` is an address."""
         (start, stop), (source, destination) = self._own(start, stop, source, destination)
-        packed = self.way == "packed"
+        side, who = (self.source, "prefill") if pack else (self.destination, "decode")
         found: list[Rows] = []
         for index, stage in enumerate(self.stages):
             if stage is None:
                 continue
+            way = stage.packing if pack else stage.unpacking
+            assert way is not None
             lists = source[index], destination[index]
-            own = lists[0] if packed else lists[1]
-            geometry = self.source if packed else self.destination
-            group = geometry.groups[index]
-            table = Table.of(own, group, geometry.reserved_blocks, self.way)
+            own = lists[0] if pack else lists[1]
+            table = Table.of(own, side.groups[index], side.reserved_blocks, who)
             for low, high in self._present(index, start, stop, *lists):
                 place = slab + stage.offset
-                found += stage.way.rows(
-                    low, high, table.pages, table.first, place, start, pack=packed
-                )
+                found += way.rows(low, high, table.pages, table.first, place, start, pack=pack)
         return found
 
     def unpack_rows(
@@ -152,15 +223,19 @@ class StagedPlan:
             first, end = start // group.block_tokens, -(-stop // group.block_tokens)
             ids = np.full(end - first, self.source.reserved_blocks, np.int32)
             held.append(Blocks(first, ids))
-        return self.rows(start, stop, held, destination, slab)
+        return self.rows(start, stop, held, destination, slab, pack=False)
 
     def describe(self) -> Description:
         """Way, copies and bytes of the WRITEs for a long prompt in scattered blocks."""
         whole, count = self.wire.describe(), self.stripe.count
+        run, copies = whole["run_bytes"], float(whole["copies_per_1000_tokens"])
+        if self.way == "both":  # one per group and slab
+            groups = sum(stage is not None for stage in self.stages)
+            run, copies = self.slab_bytes // max(1, groups), 1000 * groups / self.tokens
         return {
             "way": self.way,
-            "run_bytes": whole["run_bytes"],
-            "copies_per_1000_tokens": round(whole["copies_per_1000_tokens"] / count),
+            "run_bytes": run,
+            "copies_per_1000_tokens": math.ceil(copies / count),
             "bytes_per_1000_tokens": round(whole["bytes_per_1000_tokens"] / count),
         }
 
@@ -214,10 +289,12 @@ class StagedPlan:
         """Block lists for the WRITE of [low, high): the image's pages lie in the slab in order."""
         tokens = stage.image.page_tokens
         first, end = low // tokens, -(-high // tokens)
-        reserved = self.staged_geometry.reserved_blocks
-        ids = np.arange(first, end, dtype=np.int32) - start // tokens + reserved
-        slab = Blocks(first, ids)
-        return (slab, written) if self.way == "packed" else (read, slab)
+        places = np.arange(first, end, dtype=np.int32) - start // tokens
+        if self.packs:
+            read = Blocks(first, places + self.source.reserved_blocks)
+        if self.unpacks:
+            written = Blocks(first, places + self.destination.reserved_blocks)
+        return read, written
 
 
 def _ranges(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -16,7 +16,7 @@ from neuron_push.plan.image import Image, image_of
 from neuron_push.plan.pair import check_pair, pair
 from neuron_push.plan.pieces import Pieces
 from neuron_push.plan.rows import Rearrangement
-from neuron_push.plan.staged import Stage, StagedPlan
+from neuron_push.plan.staged import Stage, StagedPlan, Staging, Straight
 from neuron_push.plan.stripe import WHOLE
 
 __all__ = ["staged"]
@@ -29,12 +29,13 @@ def staged(
     source: Geometry,
     destination: Geometry,
     ask: Ask,
-    way: Literal["packed", "unpacked"],
+    way: Staging,
     slab_bytes: int,
     *,
     min_run: int,
+    straight: Straight | None = None,
 ) -> StagedPlan:
-    """Plan for slabs of `slab_bytes` on the side that reorders.
+    """Plan for slabs of `slab_bytes` on the side that reorders, or on each.
 
     Raises:
         IncompatiblePair: no order of bytes would help, the other side's own runs are shorter than
@@ -45,11 +46,13 @@ def staged(
         GroupPlan(mine, theirs, ())
         for mine, theirs in zip(source.groups, destination.groups, strict=True)
     )
-    shown, own = (destination, source) if way == "packed" else (source, destination)
+    shown = source if way == "unpacked" else destination
     images = [
         _image(plan, heads, group, source.element_bytes)
         for plan, heads, group in zip(pairs, ask.heads, shown.groups, strict=True)
     ]
+    if way == "both":
+        images = [image and image.whole() for image in images]
     grain = _grain(images)
     tokens = slab_bytes // max(1, _bytes(images, grain)) * grain
     if not tokens:
@@ -57,22 +60,32 @@ def staged(
             f"a staging slab of {slab_bytes} bytes is less than the {_bytes(images, grain)} that "
             f"{grain} tokens take, the smallest piece; raise staging_slab_bytes there to as much"
         )
-    stages = _stages(images, own, tokens)
-    view = _with_images(own, shown, stages, _bytes(images, tokens))
-    ends = (view, destination) if way == "packed" else (source, view)
+    sides = None if way == "unpacked" else source, None if way == "packed" else destination
+    stages = _stages(images, sides, tokens)
+    views = tuple(
+        _with_images(own, shown, stages, _bytes(images, tokens), opaque=way == "both")
+        if own
+        else side
+        for own, side in zip(sides, (source, destination), strict=True)
+    )
+    wanted = [
+        stage.image.heads if stage and way == "both" else heads
+        for stage, heads in zip(stages, ask.heads, strict=True)
+    ]
     return StagedPlan(
         way=way,
         source=source,
         destination=destination,
         # It sees the squeezed axis alone.
-        wire=pair(*ends, replace(ask, stripe=WHOLE), min_run=min_run),
+        wire=pair(views[0], views[1], Ask(tuple(wanted), WHOLE), min_run=min_run),
         pairs=pairs,
         stages=stages,
         tokens=tokens,
         grain=grain,
         slab_bytes=_bytes(images, tokens),
-        staged_geometry=view,
+        views=(views[0], views[1]),
         stripe=ask.stripe,
+        straight=straight,
     )
 
 
@@ -86,16 +99,21 @@ def _image(plan: GroupPlan, heads: tuple[int, ...], shown: Group, element: int) 
     return image_of(shown, heads, layers, element) if layers else None
 
 
-def _stages(images: Sequence[Image | None], own: Geometry, tokens: int) -> tuple[Stage | None, ...]:
-    """Each group's stretch of a slab of so many tokens."""
+def _stages(
+    images: Sequence[Image | None], sides: tuple[Geometry | None, Geometry | None], tokens: int
+) -> tuple[Stage | None, ...]:
+    """Each group's stretch of a slab of so many tokens; `sides` are those that have slabs."""
     stages: list[Stage | None] = []
     offset = 0
-    for image, group in zip(images, own.groups, strict=True):
+    for index, image in enumerate(images):
         if image is None:
             stages.append(None)
             continue
         pages = tokens // image.page_tokens
-        stages.append(Stage(image, Rearrangement(own, group, image, pages), offset, pages))
+        packing, unpacking = (
+            Rearrangement(own, own.groups[index], image, pages) if own else None for own in sides
+        )
+        stages.append(Stage(image, packing, unpacking, offset, pages))
         offset += pages * image.page_bytes
     return tuple(stages)
 
@@ -116,9 +134,12 @@ def _bytes(images: Sequence[Image | None], tokens: int) -> int:
 
 
 def _with_images(
-    own: Geometry, shown: Geometry, stages: Sequence[Stage | None], length: int
+    own: Geometry, shown: Geometry, stages: Sequence[Stage | None], length: int, *, opaque: bool
 ) -> Geometry:
-    """`own` with images of `shown`'s pages in place of its groups, in one more region."""
+    """`own` with images of `shown`'s pages in place of its groups, in one more region.
+
+    From slab to slab, whole pages of an image are `opaque`.
+    """
     region = len(own.regions)
     slab = Region(0, length, own.regions[0].memory, own.regions[0].device)
     groups: list[Group] = []
@@ -134,7 +155,7 @@ def _with_images(
                 region=region,
                 offset=stage.offset + plane.offset - own.reserved_blocks * plane.page,
             )
-            for plane in image.in_slab(stage.pages)
+            for plane in ((image.opaque(),) if opaque else image.in_slab(stage.pages))
         )
         groups.append(
             replace(

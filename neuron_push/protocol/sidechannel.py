@@ -117,7 +117,7 @@ class Welcome(Message, frozen=True):
     incarnation: int
     agent: str
     metadata: bytes
-    way: Literal["direct", "packed", "unpacked"] = "direct"  # as prefill has decided
+    way: Literal["direct", "packed", "unpacked", "both"] = "direct"  # as prefill has decided
     readable: bool = True  # False if its pages are not registered: it can push, and lends nothing
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from neuron_push.errors import PeerError, PlanError
 from neuron_push.geometry import check
-from neuron_push.plan import Ask, Blocks, Means, Plan, Stripe, decide
+from neuron_push.plan import Ask, Blocks, Means, Plan, StagedPlan, Stripe, decide
 from neuron_push.protocol import Hello, Register, Slabs
 from neuron_push.rendezvous.blocklists import decode_blocks
 from neuron_push.rendezvous.cuts import cut_of
@@ -33,9 +33,18 @@ def admit_hello(hello: Hello, context: Context) -> Plan | str:
         check(hello.geometry, limits)
         check_slabs(hello.slabs, hello.geometry, limits)
         ask = Ask(hello.ask, Stripe(*hello.stripe))
-        return decide(me.geometry, hello.geometry, ask, _means(context, hello.slabs))
+        plan = decide(me.geometry, hello.geometry, ask, _means(context, hello.slabs))
     except PlanError as error:
         return str(error)
+    return _for_layers(plan) if context.config.streaming == "layer" else plan
+
+
+def _for_layers(plan: Plan) -> Plan:
+    """Straight, if that is from page to page: what hides layers under compute needs no slab."""
+    straight = plan.straight if isinstance(plan, StagedPlan) else None
+    if straight is None or straight.plan.way != "direct" or straight.too_many:
+        return plan
+    return straight.plan
 
 
 def crowded(links: Iterable[Link], context: Context) -> str:
@@ -53,6 +62,7 @@ def _means(context: Context, theirs: Slabs | None) -> Means:
         decode_slab=theirs.slab_bytes if theirs else 0,
         min_run=context.config.min_run,
         decode_sole=theirs is not None and theirs.sole,
+        both=ours is not None and theirs is not None and min(ours.count, theirs.count) > 1,
     )
 
 
@@ -80,6 +90,10 @@ def admit_register(link: Link, message: Register, context: Context, now: float) 
             f"registrations of this decode rank would list {listed} blocks; "
             f"limits.blocks_in_all is {limits.blocks_in_all}"
         )
-    cut = cut_of(plan, link.geometry, config.slice_bytes, config.batch_tokens)
+    straight = plan.straight.plan if isinstance(plan, StagedPlan) and plan.straight else plan
+    cut, slab_cut = (
+        cut_of(each, link.geometry, config.slice_bytes, config.batch_tokens)
+        for each in (straight, plan)
+    )
     expires = now + min(message.patience_ms / 1000, MOST_PATIENCE)
-    return Sending(link, message, blocks, cut, now, expires)
+    return Sending(link, message, blocks, cut, slab_cut, now, expires)

@@ -34,10 +34,14 @@ class Cut:
         begin, bound = taken.first_gap(start, min(stop, settled))
         if bound == settled < stop and bound - begin < self.least:
             return None
-        end = min(bound, (begin + self.most) // self.grain * self.grain)
+        begin, end = self.shorter(begin, bound)
         if end < stop:
             end = end // self.grain * self.grain
         return (begin, end) if begin < end else None
+
+    def shorter(self, begin: int, end: int) -> tuple[int, int]:
+        """As much of [begin, end) as one piece may hold."""
+        return begin, min(end, (begin + self.most) // self.grain * self.grain)
 
 
 def cut_of(plan: Plan, geometry: Geometry, slice_bytes: int, least: int = 0) -> Cut:

@@ -228,8 +228,8 @@ class Notify:
 class Post:
     """Start a WRITE; answer with WriteEnded.
 
-    With a staged plan `slab` is where its image lies: in our memory, to be packed first, or in
-    the peer's. `last` sends state pages too.
+    With a staged plan an image lies in `slab`, which is ours and is to be packed first, or in
+    `granted`, which is the peer's, or goes from one to the other. `last` sends state pages too.
     """
 
     write: WriteId
@@ -241,6 +241,7 @@ class Post:
     destination_blocks: tuple[Blocks, ...]
     done: Done
     slab: Region | None = None
+    granted: Region | None = None
     last: bool = False
 
 

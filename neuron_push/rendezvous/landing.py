@@ -75,7 +75,7 @@ class Landings:
         complaint = ""
         if message.start < start or message.stop > stop:
             complaint = "Done outside the registration"
-        elif share.link.unpack is not None or message.piece:
+        elif message.piece or (share.link.unpack and share.link.unpack.way == "unpacked"):
             complaint = self.on_done(attempt, share, message)
         elif share.link.arrival is not None:
             arrived.add(message.start, message.stop)
@@ -121,7 +121,8 @@ class Landings:
                 self._context.send(link, Grant(message.attempt, piece, slab))
                 return True
 
-            self._context.slabs.ask(_key(attempt.command.attempt, link, piece), serve)
+            key = _key(attempt.command.attempt, link, piece)
+            self._context.slabs.ask(key, serve, promise=link.unpack.way == "both")
 
     def on_return(self, attempt: Attempt, share: Share, message: Return) -> None:
         """A prefill rank will not use a grant, nor any other of that number."""
@@ -143,7 +144,7 @@ class Landings:
         if plan is None or slab is None or piece in landing.running:
             known = landing.over.covers(piece, piece + 1) or piece in landing.running
             return "" if known else "Done for a slab that was not granted"
-        done = message if share.link.arrival is not None else None
+        done = message if self._context.config.kv_digest else None
         self.arrived(attempt, share, plan, piece, message.start, message.stop, done)
         return ""
 

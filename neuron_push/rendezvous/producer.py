@@ -28,7 +28,8 @@ from enum import Enum
 import numpy as np
 
 from neuron_push.errors import ProtocolError
-from neuron_push.plan import Blocks
+from neuron_push.geometry import Region
+from neuron_push.plan import Blocks, Plan, StagedPlan
 from neuron_push.protocol import Match, Register
 from neuron_push.rendezvous.cuts import Cut
 from neuron_push.rendezvous.links import Link
@@ -110,7 +111,9 @@ class Want:
 
     start: int
     stop: int
+    plan: Plan
     asked: float
+    slab: Region | None = None  # granted, while one of ours is waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +124,7 @@ class Sending:
     register: Register
     blocks: tuple[Blocks, ...]
     cut: Cut
+    slab_cut: Cut  # of what goes through slabs, if not all does
     began: float
     expires: float
     state: SendingState = SendingState.WAITING
@@ -163,8 +167,13 @@ class Sending:
     def quiet(self) -> bool:
         return not self.writes and not self.broken and self.lender is None
 
-    def next_piece(self) -> tuple[int, int] | None:
-        """The next tokens to post, or None if nothing is settled that was not posted."""
+    @property
+    def granted(self) -> list[int]:
+        """Pieces that have a slab of the decode rank and wait for one of ours."""
+        return [number for number, want in self.wants.items() if want.slab is not None]
+
+    def next_piece(self) -> tuple[int, int, Plan] | None:
+        """The next tokens to post and by which plan, or None if nothing new is settled."""
         if self.state is not SendingState.SENDING or self.source is None or self.register.pull:
             return None
         taken = self.posted
@@ -174,8 +183,13 @@ class Sending:
             begun = self.parted.of(1) if self.link.parts else ()  # the first part goes first
             for begin, end in (*self.posted, *asked, *begun):
                 taken.add(begin, end)
-        register = self.register
-        return self.cut.next(taken, register.start, register.stop, self.source.settled)
+        register, plan = self.register, self.link.plan
+        assert plan is not None
+        piece = self.cut.next(taken, register.start, register.stop, self.source.settled)
+        if piece is not None and isinstance(plan, StagedPlan) and plan.straight:
+            chosen = plan.plan_of(*piece, self.source.blocks, self.blocks)
+            return (*self.slab_cut.shorter(*piece), plan) if chosen is plan else (*piece, chosen)
+        return None if piece is None else (*piece, plan)
 
     def next_part(self) -> tuple[int, int, int] | None:
         """The next tokens of a part of the layers: (start, stop, part), or None.

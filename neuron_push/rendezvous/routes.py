@@ -219,7 +219,7 @@ class Routes:
     def _unpack(self, greeting: Greeting, answer: Welcome) -> StagedPlan | None:
         """The plan that the prefill rank has made too, if it writes into our slabs."""
         me = self._context.identity
-        if answer.way != "unpacked":
+        if answer.way not in ("unpacked", "both"):
             if me.slabs is not None and me.slabs.sole:
                 raise PlanError(
                     "prefill would write into pages that are not registered here: host_staging "
@@ -228,14 +228,17 @@ class Routes:
             return None
         if me.slabs is None:
             raise PlanError("this rank does not reorder")
+        size = me.slabs.slab_bytes
+        if answer.way == "both":
+            size = min(size, greeting.peer.slab_bytes)
         return staged(
             greeting.peer.geometry, me.geometry,
-            Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe)), "unpacked",
-            me.slabs.slab_bytes, min_run=min(self._context.config.min_run, MIN_RUN),
+            Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe)), answer.way,
+            size, min_run=min(self._context.config.min_run, MIN_RUN),
         )  # fmt: skip
 
     def _arrival(self, greeting: Greeting, answer: Welcome) -> Plan | None:
-        """The plan that the prefill rank has made, if we compare digests of what it WRITEs."""
+        """By what the prefill rank WRITEs into our blocks, if we compare digests of it."""
         me, config = self._context.identity, self._context.config
         if not config.kv_digest:
             return None
@@ -243,6 +246,7 @@ class Routes:
             prefill_slab=greeting.peer.slab_bytes,
             decode_slab=me.slabs.slab_bytes if me.slabs else 0,
             min_run=config.min_run,
+            both=answer.way == "both",
         )
         ask = Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe))
         plan = decide(greeting.peer.geometry, me.geometry, ask, means)
@@ -251,6 +255,8 @@ class Routes:
                 f"it goes {answer.way} where we would go {plan.way}, so kv_digest cannot be "
                 "compared: give both engines the same min_run"
             )
+        if isinstance(plan, StagedPlan) and plan.way == "both":
+            return plan.straight.plan if plan.straight else None
         return plan
 
     def _open_link(self, engine: str, rank: RankInfo) -> Link | None:

@@ -11,6 +11,7 @@ import msgspec
 
 from neuron_push.errors import NeuronPushError, PeerError, PlanError, TransportError
 from neuron_push.limits import LIMITS, Limits
+from neuron_push.plan import StagedPlan
 from neuron_push.protocol import (
     Failed,
     Register,
@@ -177,7 +178,7 @@ class Agents:
 
     def post(self, action: Post, now: float) -> None:
         """Start a WRITE, packed first if its plan says so."""
-        if action.plan.way == "packed":
+        if isinstance(action.plan, StagedPlan) and action.plan.packs:
             self._move(self._stager.pack, action)
         else:
             self._write(action)

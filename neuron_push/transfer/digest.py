@@ -115,9 +115,9 @@ def _found(wanted: Check | Unpack, own: Identity) -> tuple[str, tuple[Addresses,
     done, nothing = wanted.done, (np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert done is not None
     plan, geometry = wanted.plan, own.geometry
-    if isinstance(plan, StagedPlan) and plan.way == "unpacked":
+    if isinstance(plan, StagedPlan) and plan.unpacks:
         assert own.slabs is not None and isinstance(wanted, Unpack)
-        geometry = plan.geometry(own.slabs.slab(wanted.slab))
+        geometry = plan.landing(own.slabs.slab(wanted.slab))
     span, what = (wanted.start, wanted.stop), _what(wanted)
     known = wanted.source_blocks if isinstance(wanted, Check) else ()
     try:

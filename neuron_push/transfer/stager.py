@@ -42,7 +42,7 @@ class Stager:
         plan, done = action.plan, action.done
         assert isinstance(plan, StagedPlan) and action.slab is not None
         lists = action.source_blocks, action.destination_blocks
-        self._start(action, plan.rows(done.start, done.stop, *lists, action.slab.base))
+        self._start(action, plan.rows(done.start, done.stop, *lists, action.slab.base, pack=True))
 
     def unpack(self, action: Unpack) -> None:
         """Scatter a piece from its slab; `poll` yields the answer."""
@@ -98,15 +98,10 @@ def bound(action: Post, own: Geometry) -> tuple[Copies, Descriptors, Descriptors
     copies = plan.copies(
         done.start, done.stop, action.source_blocks, action.destination_blocks, last=action.last
     )
-    source, destination = own, action.destination
+    ends = own, action.destination
     if isinstance(plan, StagedPlan):
-        if action.slab is None or action.slab.length < plan.slab_bytes:
-            raise PlanError("a staged WRITE without a slab that holds it")
-        if plan.way == "packed":
-            source = plan.geometry(action.slab)
-        else:
-            destination = plan.geometry(action.slab)
-    return copies, *bind(copies, source, destination)
+        ends = plan.ends(action.slab, action.granted)
+    return copies, *bind(copies, *ends)
 
 
 def bound_read(action: Fetch, own: Geometry) -> tuple[Copies, Descriptors, Descriptors]:
@@ -115,9 +110,7 @@ def bound_read(action: Fetch, own: Geometry) -> tuple[Copies, Descriptors, Descr
     copies = plan.copies(
         action.start, action.stop, action.source_blocks, action.destination_blocks, last=action.last
     )
-    destination = own
+    ends = action.source, own
     if isinstance(plan, StagedPlan):
-        if action.slab is None or action.slab.length < plan.slab_bytes:
-            raise PlanError("a staged READ without a slab that holds it")
-        destination = plan.geometry(action.slab)
-    return copies, *bind(copies, action.source, destination)
+        ends = plan.ends(None, action.slab)
+    return copies, *bind(copies, *ends)

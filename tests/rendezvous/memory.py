@@ -17,11 +17,9 @@ from tests.rendezvous.shapes import SLAB_BYTES
 CANARY = ("canary",)
 
 
-def slab_of(write):
-    """Number of the slab that a staged WRITE uses, on whichever side; None for a direct one."""
-    if write.post.slab is None:
-        return None
-    return (write.post.slab.base - (1 << 50)) // SLAB_BYTES
+def number_of(slab):
+    """Number of a slab, by its region; None for none."""
+    return None if slab is None else (slab.base - (1 << 50)) // SLAB_BYTES
 
 
 def share_of(stripe, span):
@@ -63,7 +61,7 @@ class Memory:
         edges = [0, *cuts, len(rows)]
         pieces = [rows[a:b] for a, b in pairwise(edges) if a < b]
         write = Write(writer, post, attempt_of(post.done.attempt), post.agent, pin, pieces)
-        if post.plan.way == "packed":
+        if post.slab is not None:
             self._pack(write, rows)
         return write
 
@@ -106,7 +104,7 @@ class Memory:
             if world.chance(world.faults.turned):
                 value = ("turned", token)
             if read.fetch.slab is not None:
-                slab = (read.fetch.slab.base - (1 << 50)) // SLAB_BYTES
+                slab = number_of(read.fetch.slab)
                 used = slab in process.core._context.slabs.used
                 world.check(used, f"{where}: READ into slab {slab}, which is free")
                 process.staging.setdefault(slab, {})[token] = value
@@ -135,9 +133,11 @@ class Memory:
 
     def _pack(self, write, rows):
         """The bytes of a piece go into a slab that no other WRITE of this rank reads."""
-        slab, writer = slab_of(write), write.writer
+        slab, writer = number_of(write.post.slab), write.writer
+        used = slab in writer.core._context.slabs.used
+        self.world.check(used, f"{writer}: packs into slab {slab}, which is free")
         for other in writer.writes.values():
-            shared = slab_of(other) == slab and not other.read_over
+            shared = number_of(other.post.slab) == slab and not other.read_over
             self.world.check(not shared, f"{writer}: packs into slab {slab}, which {other} reads")
         cells = writer.staging[slab] = {}
         for row in rows:
@@ -166,8 +166,8 @@ class Memory:
         token, source, slot, _, _ = row
         if write.ghost is not None:
             return write.ghost[token]
-        if packed and write.post.plan.way == "packed":
-            return write.writer.staging[slab_of(write)].get(token, CANARY)
+        if packed and write.post.slab is not None:
+            return write.writer.staging[number_of(write.post.slab)].get(token, CANARY)
         content = write.writer.engine.memory.get(source, CANARY)
         if content == CANARY:
             return CANARY
@@ -193,7 +193,7 @@ class Memory:
             world.check(not quiet, f"{where}: lands after Unpinned of rank {process.rank}")
             value = self._read(write, row)
             world.check(value == (attempt.prompt, token), f"{where}: token {token} reads {value}")
-            if write.post.plan.way == "unpacked":
+            if write.post.granted is not None:
                 self._land_in_slab(write, process, token, value)
                 continue
             cell = process.rank, block, slot, write.writer.rank
@@ -202,7 +202,7 @@ class Memory:
 
     def _land_in_slab(self, write, process, token, value):
         """Only in a slab that the rank has granted for this very piece."""
-        slab, piece = slab_of(write), write.post.done.piece
+        slab, piece = number_of(write.post.granted), write.post.done.piece
         attempt = process.core.consumer.attempts.get(write.attempt)
         shares = attempt.shares.values() if attempt else ()
         granted = any(

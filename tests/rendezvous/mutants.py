@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from neuron_push.commands import Unpinned
@@ -16,6 +18,7 @@ from neuron_push.rendezvous import (
     ranges,
     reads,
     sender,
+    slabs,
     writes,
 )
 from neuron_push.rendezvous.attempt import Attempt, AttemptState, number_of
@@ -206,9 +209,11 @@ def unpin_while_unpacking(patch):
 def reuse_a_packed_slab_at_once(patch):
     """Prefill packs into a slab whose WRITE is still in flight."""
 
-    def post(self, sending, start, stop, now, *, own=-1, original=writes.Writes.post, **rest):
-        original(self, sending, start, stop, now, own=-1, **rest)
+    def post(self, *piece, own=-1, original=writes.Writes.post, **rest):
+        original(self, *piece, own=own, **rest)
         if own >= 0:
+            sending, number = piece[0], max(self._in_flight)
+            sending.writes[number] = dataclasses.replace(sending.writes[number], slab=-1)
             self._context.slabs.give(own)
 
     patch.setattr(writes.Writes, "post", post)
@@ -223,7 +228,8 @@ def write_into_a_slab_without_a_grant(patch):
             if sending.pieces and sending.link.slabs is not None and not sending.writes:
                 del sending.wants[number]
                 slab = sending.link.slabs.slab(0)
-                self.post(sending, want.start, want.stop, now, slab=slab, piece=number)
+                self.post(sending, want.start, want.stop, want.plan, now,
+                          granted=slab, piece=number)  # fmt: skip
 
     patch.setattr(writes.Writes, "advance", advance)
 
@@ -239,6 +245,26 @@ def return_a_slab_whose_write_is_under_way(patch):
         original(self, link, message, now)
 
     patch.setattr(sender.Producer, "on_grant", on_grant)
+
+
+def promise_every_slab(patch):
+    """Engines that serve each other grant all their slabs before they have one to pack into."""
+
+    def ask(self, key, serve, *, promise=False, original=slabs.SlabPool.ask):
+        original(self, key, serve)
+
+    patch.setattr(slabs.SlabPool, "ask", ask)
+
+
+def keep_a_grant_that_is_not_used(patch):
+    """Prefill forgets a grant that waits for a slab of its own, and says nothing."""
+
+    def forget_slabs(self, sending, original=writes.Writes.forget_slabs):
+        for number in sending.granted:
+            del sending.wants[number]
+        original(self, sending)
+
+    patch.setattr(writes.Writes, "forget_slabs", forget_slabs)
 
 
 def lend_what_may_go(patch):
@@ -357,7 +383,8 @@ MUTANTS = {
         join_a_rotation_too_late, cancelled_before_the_drain, post_again_after_preemption,
         settle_twice_as_far, free_slabs_when_cancelling, free_slabs_when_landed,
         unpin_while_unpacking, reuse_a_packed_slab_at_once, write_into_a_slab_without_a_grant,
-        return_a_slab_whose_write_is_under_way, lend_what_may_go, decode_without_confirmation,
+        return_a_slab_whose_write_is_under_way, promise_every_slab,
+        keep_a_grant_that_is_not_used, lend_what_may_go, decode_without_confirmation,
         confirm_whatever_is_asked, call_a_read_quiet, give_a_loan_back_too_early,
         send_layers_before_their_fence, complete_by_one_part,
         keep_the_number_of_an_earlier_registration, decode_before_the_comparison,

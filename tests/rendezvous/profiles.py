@@ -20,6 +20,10 @@ EIGHT, EIGHT_APART = Shape(8), Shape(8, apart=True)
 # K and V apart on one side, side by side on the other: somebody has to reorder.
 APART, APART_TWO = Shape(apart=True), Shape(2, 1, 8, apart=True)
 PACKER, UNPACKER = Shape(apart=True, slabs=2), Shape(slabs=2)
+# Runs of 8 KiB, too short where both sides can stage and runs should be LONG.
+LONG = 32_768
+SHORT = Shape(1, 1, 2, apart=True, slabs=2)
+SHORT_TWO = Shape(2, 1, 4, apart=True, slabs=3)
 
 CHAOS = Profile(
     WILD, requests=20, aborts=0.1, missing=0.1, preempt=0.3, twins=0.2,
@@ -73,6 +77,32 @@ PROFILES = {
     "packed, crashes": Profile(
         replace(LOSSY, hang=0.5, write_slow=0.3), prefills=(PACKER,), decodes=(ONE, ONE),
         crashes=2, freezes=2, false_deaths=3, aborts=0.2, preempt=0.3,
+    ),
+    "staged by both": Profile(min_run=LONG, prefills=(SHORT,), decodes=(SHORT,)),
+    "staged by both, from layout to layout": Profile(
+        min_run=LONG, prefills=(SHORT,), decodes=(Shape(1, 1, 1, slabs=2),)
+    ),
+    "staged by both, both ways": Profile(
+        min_run=LONG, prefills=(SHORT,), decodes=(SHORT,), both=True, requests=24, seconds=0.1,
+        spared="P0",
+    ),
+    "staged by both, losses": Profile(
+        LOSSY, min_run=LONG, prefills=(SHORT,), decodes=(SHORT,), aborts=0.2, pulls=0.2
+    ),
+    "staged by both, preemption": Profile(
+        Faults(write_slow=0.05), min_run=LONG, prefills=(SHORT,), decodes=(SHORT,) * 4,
+        requests=20, seconds=0.2, preempt=0.6, spared="P0",
+    ),
+    "staged by both, crashes": Profile(
+        replace(LOSSY, hang=0.5, write_slow=0.3), min_run=LONG, prefills=(SHORT, SHORT),
+        decodes=(SHORT,), crashes=2, freezes=2, false_deaths=3, aborts=0.2, preempt=0.2,
+    ),
+    "chaos, staged by both": replace(CHAOS, min_run=LONG, prefills=(SHORT,), decodes=(SHORT,)),
+    "chaos, staged by both, both ways": replace(
+        CHAOS, both=True, min_run=LONG, prefills=(SHORT,), decodes=(SHORT,), requests=30
+    ),
+    "chaos, staged by both, TP 2 to 1": replace(
+        CHAOS, min_run=LONG, prefills=(SHORT_TWO,), decodes=(SHORT,)
     ),
     "layers": Profile(layers=True),
     "layers, larger decode blocks": Profile(layers=True, decodes=(Shape(1, 1, 6),)),

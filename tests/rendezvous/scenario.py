@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
+from neuron_push.plan import ways
 from neuron_push.protocol import Match
 from neuron_push.rendezvous.events import Unreachable
 from tests.rendezvous.malice import pester
@@ -35,16 +37,26 @@ class Profile:
     malice: int = 0  # absurd events
     long: bool = False  # prompts that replicas divide
     both: bool = False  # every engine prefills and decodes
+    min_run: int = 16_384
     spared: str = ""  # an engine that has no trouble and whose peers must not feel any
 
 
 def run(seed: int, profile: Profile) -> World:
     """Play one world to its end; raises Violation with the seed in the caller's message."""
+    # Prompts are short here: no number of copies is too few for a slab.
+    with patch.object(ways, "FEW_COPIES", 0):
+        return _run(seed, profile)
+
+
+def _run(seed: int, profile: Profile) -> World:
     roles = ("both", "both") if profile.both else ("producer", "consumer")
     shapes = {f"P{i}": (roles[0], shape) for i, shape in enumerate(profile.prefills)}
     shapes |= {f"D{i}": (roles[1], shape) for i, shape in enumerate(profile.decodes)}
     streaming = "layer" if profile.layers else "chunk"
-    world = World(seed, shapes, profile.faults, streaming=streaming, kv_digest=profile.digests)
+    world = World(
+        seed, shapes, profile.faults, streaming=streaming, kv_digest=profile.digests,
+        min_run=profile.min_run,
+    )  # fmt: skip
     for number in range(profile.requests):
         Request(world, profile, number)
     for _ in range(profile.crashes):

@@ -31,6 +31,8 @@ HUNTING_GROUNDS = {
     "reuse_a_packed_slab_at_once": "packed",
     "write_into_a_slab_without_a_grant": "unpacked, one slab for many",
     "return_a_slab_whose_write_is_under_way": "unpacked, losses",
+    "promise_every_slab": "staged by both, both ways",
+    "keep_a_grant_that_is_not_used": "staged by both, preemption",
     "lend_what_may_go": "pulls",
     "decode_without_confirmation": "pulls, false deaths",
     "keep_the_number_of_an_earlier_registration": "pulls, rotation under load",

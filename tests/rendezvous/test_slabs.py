@@ -34,6 +34,33 @@ def test_who_asks_first_is_served_first_and_asking_twice_changes_nothing():
     assert log[-1] == ("b", 0)
 
 
+def test_one_slab_is_never_promised_and_who_waits_for_a_promise_is_passed_by():
+    pool, log = SlabPool(2), []
+    for name in "ab":
+        pool.ask(name, asker(log, name), promise=True)
+    pool.ask("c", asker(log, "c"))
+    pool.serve(0.0)
+    assert log == [("a", 0), ("c", 1)] and pool.waiting == 1
+    pool.give(1)
+    pool.serve(0.0)
+    assert pool.used == {0}  # the other stays free for what is not promised
+    pool.give(0)
+    pool.serve(0.0)
+    assert log[-1] == ("b", 1) and not pool.waiting
+
+
+def test_a_promise_keeps_its_turn():
+    pool, log = SlabPool(2), []
+    pool.ask("a", asker(log, "a"))
+    pool.ask("b", asker(log, "b"))
+    pool.serve(0.0)
+    pool.ask("c", asker(log, "c"), promise=True)
+    pool.ask("d", asker(log, "d"))
+    pool.give(0)
+    pool.serve(0.0)
+    assert log[-1] == ("c", 0) and pool.waiting == 1
+
+
 def test_who_takes_the_request_back_is_passed_over():
     pool, log = SlabPool(1), []
     for name in "abc":
