@@ -39,6 +39,7 @@ from neuron_push.rendezvous.events import (
     Unreachable,
     WriteEnded,
 )
+from neuron_push.transfer.complaints import Complaints
 from neuron_push.transfer.digest import Hashing, complaint, demand_host_memory, seal
 from neuron_push.transfer.stager import Stager, bound, bound_read, failed
 from neuron_push.transfer.tally import Tally
@@ -68,6 +69,7 @@ class Agents:
         self._events = events
         self._digests = digests
         self._limits = limits
+        self._complaints = Complaints(logger)
         if digests:
             demand_host_memory(identity)
         self.hashing = Hashing(identity, events)
@@ -171,7 +173,7 @@ class Agents:
                 try:
                     self._events.append(Notified(agent, decode_notification(payload, self._limits)))
                 except PeerError as error:
-                    logger.warning("from %s: %s", agent, error)
+                    self._complaints.warn("from %s: %s", agent, error)
                     self._events.append(Garbage(agent, str(error)))
 
     # ------------------------------------------------------------------ WRITEs

@@ -38,6 +38,7 @@ from neuron_push.rendezvous.events import (
 )
 from neuron_push.sidechannel import Request
 from neuron_push.transfer.agents import Agents
+from neuron_push.transfer.complaints import Complaints
 from neuron_push.transfer.sidechannel import SideChannel
 from neuron_push.transfer.stager import Stager
 from neuron_push.transfer.tally import Tally
@@ -70,14 +71,14 @@ class Driver:
             identity, open_transport, stager, tally, self.events, digests=config.kv_digest,
             limits=config.limits,
         )  # fmt: skip
-        side, agents = self.side, self._agents
+        side, agents, complaints = self.side, self._agents, Complaints(logger)
         self._actions: dict[type, Callable[..., None]] = {
             FindEngine: side.find, Greet: side.greet, Answer: self._answer,
             Open: agents.open, Close: agents.close, Load: agents.load, Forget: agents.forget,
             Notify: agents.notify, Post: agents.post, Fetch: agents.fetch, Unpack: agents.unpack,
             Check: agents.check, Seal: agents.hashing.seal,
             Tell: lambda action, now: tell(action.report),
-            Note: lambda action, now: logger.warning("%s", action.text),
+            Note: lambda action, now: complaints.warn("%s", action.text),
             Count: lambda action, now: tally.add(action.name, action.value, action.label),
         }  # fmt: skip
 
