@@ -18,6 +18,8 @@ EVERYBODY = {
 }  # fmt: skip
 TIGHT = {"blocks": 14}
 ONE_SLAB = (("min_run", 16_384), ("staging_slabs", 1), ("staging_slab_bytes", 1 << 12))
+# Few tokens to a slab, and every run of scattered blocks too short.
+TWO_SLABS = (("min_run", 1 << 20), ("staging_slabs", 2), ("staging_slab_bytes", 1 << 13))
 CHAOS = Profile(
     weather=WILD, clients=EVERYBODY, leave=0.2, crashes=1, freezes=2, quarrels=2, resets=1,
 )  # fmt: skip
@@ -68,6 +70,14 @@ PROFILES = {
         weather=replace(WILD, land=0.02), prefills=(replace(BOTH, order="NHD"), BOTH),
         decodes=(replace(BOTH, order="NHD"), BOTH), crowds=3, requests=40, quarrels=2, crashes=1,
         settings=ONE_SLAB,
+    ),
+    "from slab to slab": Profile(
+        weather=replace(WILD, land=0.02), prefills=(P, replace(P, order="NHD")), decodes=(D, D),
+        crowds=3, requests=40, leave=0.2, settings=TWO_SLABS,
+    ),
+    "from slab to slab, both ways": Profile(
+        weather=replace(WILD, land=0.02), prefills=(BOTH, BOTH), decodes=(BOTH, BOTH), crowds=3,
+        requests=40, quarrels=2, crashes=1, resets=2, settings=TWO_SLABS,
     ),
     "wrong bytes": Profile(
         weather=replace(WILD, turn=0.1), leave=0.1, settings=(("kv_digest", True),)

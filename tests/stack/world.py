@@ -19,6 +19,7 @@ import neuron_push.vllm.pins as pins_module
 import neuron_push.vllm.scheduler as scheduler_module
 from neuron_push import versions
 from neuron_push.errors import TransportError
+from neuron_push.plan import ways
 from neuron_push.protocol import Address, encode
 from neuron_push.router import policies
 from neuron_push.router.app import Router
@@ -136,6 +137,8 @@ class World:
             mock.patch.object(scheduler_module, "monotonic", clock),
             mock.patch.object(os, "urandom", urandom.randbytes),
             mock.patch.object(versions, "_version", installed),
+            # Prompts are short here: no number of copies is too few for a slab.
+            mock.patch.object(ways, "FEW_COPIES", 0),
             mock.patch.object(policies, "make", partial(policies.make, draw=draw)),
         ):
             stack.enter_context(patch)
