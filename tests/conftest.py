@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,20 @@ LINES = pytest.StashKey[list[str]]()
 def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
     """Keep a line for the end of the session."""
     return pytestconfig.stash.setdefault(LINES, []).append
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """One of several processes (`-n`) hands its lines to the one that writes."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["lines"] = session.config.stash.get(LINES, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what another process hands over."""
+    lines = getattr(node, "workeroutput", {}).get("lines", [])
+    node.config.stash.setdefault(LINES, []).extend(lines)
 
 
 def pytest_terminal_summary(
