@@ -9,7 +9,7 @@ On the way to the thread commands are packed (`encode`): the engine's main loop 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -24,9 +24,8 @@ _encoder = msgspec.msgpack.Encoder()
 GroupBlocks = tuple[bytes, ...]
 
 
-def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
-    """Block ids as bytes: main loops pass them on without an object per block."""
-    return _encoder.encode(ids)
+# Block ids as bytes: main loops pass them on without an object per block.
+pack_ids: Callable[[Sequence[int]], bytes] = _encoder.encode
 
 
 def unpack_ids(packed: bytes) -> list[int]:
@@ -158,9 +157,8 @@ Sent = Command | Unnamed
 _decoder = msgspec.msgpack.Decoder(list[Sent])
 
 
-def encode(commands: Sequence[Sent]) -> bytes:
-    """Commands as `TransferThread.submit` takes them."""
-    return _encoder.encode(commands)
+# Commands as `TransferThread.submit` takes them.
+encode: Callable[[Sequence[Sent]], bytes] = _encoder.encode
 
 
 def decode(payload: bytes) -> list[Command]:

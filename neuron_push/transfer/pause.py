@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import zmq
@@ -41,30 +42,34 @@ class Pause:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # None: look around. A put wakes the thread without giving up the interpreter lock, which
-        # the engine's main loop would have to win back.
-        self._inbox: SimpleQueue[Handed | None] = SimpleQueue()
-        self._taken: deque[Handed] = deque()
+        self._handed: deque[Handed] = deque()
+        # A put wakes the thread without giving up the interpreter lock, which the engine's main
+        # loop would have to win back.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._asked = False  # somebody asks over the side channel
         self._side: SideChannel | None = None
         self._bell: Bell | None = None
         self._rung = False  # and to be armed when the server's socket is empty
 
     # ------------------------------------------------------------------ main loop's side
 
-    def put(self, commands: bytes, fence: Fence | None) -> None:
-        """Hand packed commands over; ends this rest."""
-        self._inbox.put((commands, fence))
+    def put(self, commands: bytes, fence: Fence | None, wake: bool) -> None:
+        """Hand packed commands over; they end this rest, or wait for its end."""
+        self._handed.append((commands, fence))
+        if wake:
+            self._wakes.put(None)
 
-    def end(self) -> None:
-        """End this rest, or the next."""
-        self._inbox.put(None)
+    def ring(self) -> None:
+        """Somebody asks over the side channel, or the thread is to stop: end this rest."""
+        self._asked = True
+        self._wakes.put(None)
 
     # ------------------------------------------------------------------ thread's side
 
     def watch(self, side: SideChannel) -> None:
         """Wake for questions to this rank's server."""
         self._side = side
-        self._bell = Bell(int(side.server.socket.get(zmq.FD)), self.end)
+        self._bell = Bell(int(side.server.socket.get(zmq.FD)), self.ring)
 
     def close(self) -> None:
         """Watch no more: the side channel may be closed."""
@@ -73,13 +78,15 @@ class Pause:
 
     def handed(self) -> Iterator[Handed]:
         """What was handed over, in order."""
-        while self._taken:
-            yield self._taken.popleft()
-        while not self._inbox.empty():
-            if (item := self._inbox.get_nowait()) is None:
-                self._look_around()
-            else:
-                yield item
+        while not self._wakes.empty():  # before a look at what they were for
+            self._wakes.get_nowait()
+        if self._asked:
+            self._asked = False
+            self._rung = True
+            if self._side is not None:
+                self._side.asked = True
+        while self._handed:
+            yield self._handed.popleft()
 
     def rest(self, driver: Driver, tempo: Tempo, idle: int, *, urgent: bool) -> None:
         """Rest after `idle` rounds without work; `urgent` while a fence is waited for."""
@@ -107,19 +114,8 @@ class Pause:
             self._bell.arm()
         if side.client.sockets:
             seconds = min(seconds, ASKING)
-        try:
-            item = self._inbox.get(timeout=seconds)
-        except Empty:
-            return
-        if item is None:
-            self._look_around()
-        else:
-            self._taken.append(item)
-
-    def _look_around(self) -> None:
-        self._rung = True
-        if self._side is not None:
-            self._side.asked = True
+        with suppress(Empty):
+            self._wakes.get(timeout=seconds)
 
 
 __all__ = ["Handed", "Pause"]

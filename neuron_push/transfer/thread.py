@@ -101,9 +101,13 @@ class TransferThread:
         self._thread.start()
         return self._ready.result(timeout)
 
-    def submit(self, commands: bytes, fence: Fence | None = None) -> None:
-        """Hand packed commands over; the prefill side's take effect when `fence` is done."""
-        self._pause.put(commands, fence)
+    def submit(self, commands: bytes, fence: Fence | None = None, *, wake: bool = True) -> None:
+        """Hand packed commands over; the prefill side's take effect when `fence` is done.
+
+        Waking the thread costs the caller some microseconds: without `wake` they are seen when it
+        looks next, within milliseconds while anything is expected.
+        """
+        self._pause.put(commands, fence, wake)
 
     def take(self) -> list[Report]:
         """Reports since the last call, in order."""
@@ -143,7 +147,7 @@ class TransferThread:
     def close(self, timeout: float = 10.0) -> None:
         """Stop; every agent is destroyed on return, so memory may be freed. Idempotent."""
         self._stop = True
-        self._pause.end()
+        self._pause.ring()
         if self._thread.ident is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():

@@ -6,10 +6,12 @@ never stops an engine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from neuron_push.errors import NeuronPushError
 from neuron_push.protocol import MAX_TEXT, Address
@@ -44,6 +46,43 @@ class DecodeLeg(msgspec.Struct, frozen=True):
 
 Leg = PrefillLeg | DecodeLeg
 Mode = Literal["auto", "push", "pull"]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+
+
+class _Said(msgspec.Struct):
+    """What either leg may say, by its name in the request."""
+
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    transfer_id: Text | None = None
+    transfer_mode: Literal["push", "pull"] | None = None
+
+
+class _SaidByDecode(_Said):
+    """What a decode leg may say besides."""
+
+    remote_host: Text | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
+    remote_engine_id: Text | None = None
+    remote_request_id: Text | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=MOST_PATIENCE_MS)] | None = None
+    remote_block_ids: Any = None
+
+
+_TEXT: Final = f"a text of at most {MAX_TEXT} characters"
+# What each field has to be, for people.
+_WANTED: Final = {
+    "do_remote_prefill": "true or false",
+    "do_remote_decode": "true or false",
+    "transfer_id": _TEXT,
+    "transfer_mode": '"push" or "pull"',
+    "remote_host": _TEXT,
+    "remote_port": "a whole number from 1 to 65535",
+    "remote_engine_id": _TEXT,
+    "remote_request_id": _TEXT,
+    "deadline_ms": f"a whole number from 1 to {MOST_PATIENCE_MS}",
+}
+_FIELD: Final = re.compile(r"at `\$\.(\w+)`$")
 
 
 def parse(params: Mapping[str, Any] | None, role: str, mode: Mode = "auto") -> Leg | None:
@@ -53,101 +92,70 @@ def parse(params: Mapping[str, Any] | None, role: str, mode: Mode = "auto") -> L
     """
     if not params:
         return None
-    if type(params) is not dict and not isinstance(params, Mapping):
+    if not isinstance(params, Mapping):
         raise ParamsError(f"kv_transfer_params is a {type(params).__name__}, not an object")
-    decode, prefill = _flag(params, "do_remote_prefill"), _flag(params, "do_remote_decode")
-    if decode and prefill:
-        raise ParamsError("do_remote_prefill and do_remote_decode are both set; a leg is one")
-    if prefill:
-        if role == "kv_consumer":
-            raise ParamsError("do_remote_decode was sent to a decode engine (kv_consumer)")
-        return PrefillLeg(_text(params, "transfer_id"), _prefill_pulls(params, mode))
-    if not decode:
+    try:
+        if params.get("do_remote_prefill"):
+            return _decode_leg(msgspec.convert(params, _SaidByDecode), role, mode)
+        said = msgspec.convert(params, _Said)
+    except msgspec.ValidationError as error:
+        raise ParamsError(_wrong(params, str(error))) from None
+    if not said.do_remote_decode:
         return None
+    if role == "kv_consumer":
+        raise ParamsError("do_remote_decode was sent to a decode engine (kv_consumer)")
+    mark = said.transfer_mode
+    if mark and mode not in ("auto", mark):
+        raise ParamsError(f'transfer_mode is {mark!r}, but this engine is set to "mode": "{mode}"')
+    # Unless told otherwise a prefill leg's answer names its blocks.
+    return PrefillLeg(said.transfer_id or "", (mark or mode) != "push")
+
+
+def _decode_leg(said: _SaidByDecode, role: str, mode: Mode) -> DecodeLeg:
+    if said.do_remote_decode:
+        raise ParamsError("do_remote_prefill and do_remote_decode are both set; a leg is one")
     if role == "kv_producer":
         raise ParamsError("do_remote_prefill was sent to a prefill engine (kv_producer)")
-    host = _text(params, "remote_host")
-    if not host:
+    if not said.remote_host:
         raise ParamsError("remote_host is missing: where is the prefill engine's side channel?")
-    patience = params.get("deadline_ms")
-    if patience is not None:
-        patience = _integer(params, "deadline_ms", 1, MOST_PATIENCE_MS) / 1000
+    if said.remote_port is None:
+        raise ParamsError(f"remote_port is missing; it must be {_WANTED['remote_port']}")
+    mark, named, patience = said.transfer_mode, said.remote_block_ids, said.deadline_ms
+    pull = mark == "pull" or (named is not None and mark != "push" and _names_blocks(named))
+    if mode != "auto" and pull != (mode == "pull"):
+        raise ParamsError(_UNWANTED[mode])
     return DecodeLeg(
-        _text(params, "transfer_id"),
-        Address(host, _integer(params, "remote_port", 1, 65_535)),
-        _text(params, "remote_engine_id"),
-        _text(params, "remote_request_id"),
-        patience,
-        _decode_pulls(params, mode),
+        said.transfer_id or "",
+        Address(said.remote_host, said.remote_port),
+        said.remote_engine_id or "",
+        said.remote_request_id or "",
+        None if patience is None else patience / 1000,
+        pull,
     )
 
 
-def _prefill_pulls(params: Mapping[str, Any], mode: Mode) -> bool:
-    """Whether a prefill leg's answer names its blocks; unless told otherwise it does."""
-    mark = _mark(params)
-    if mark and mode not in ("auto", mark):
-        raise ParamsError(f'transfer_mode is {mark!r}, but this engine is set to "mode": "{mode}"')
-    return (mark or mode) != "push"
+# A leg that READs carries the block ids of a finished prefill, or says so.
+_UNWANTED: Final = {
+    "push": 'this engine is set to "mode": "push", but the request carries the block ids of a '
+    'finished prefill: send both legs at once, or set "mode": "auto"',
+    "pull": 'this engine is set to "mode": "pull", but the request carries no block ids of a '
+    'finished prefill: pass on what the prefill leg answered, or set "mode": "auto"',
+}
 
 
-def _decode_pulls(params: Mapping[str, Any], mode: Mode) -> bool:
-    """Whether a decode leg READs: it carries the block ids of a finished prefill, or says so."""
-    mark = _mark(params)
-    pull = mark == "pull" or (mark != "push" and _named_blocks(params))
-    if pull and mode == "push":
-        raise ParamsError(
-            'this engine is set to "mode": "push", but the request carries the block ids of a '
-            'finished prefill: send both legs at once, or set "mode": "auto"'
-        )
-    if not pull and mode == "pull":
-        raise ParamsError(
-            'this engine is set to "mode": "pull", but the request carries no block ids of a '
-            'finished prefill: pass on what the prefill leg answered, or set "mode": "auto"'
-        )
-    return pull
-
-
-def _mark(params: Mapping[str, Any]) -> Literal["", "push", "pull"]:
-    value = params.get("transfer_mode")
-    if value is None:
-        return ""
-    if value == "push" or value == "pull":
-        return "push" if value == "push" else "pull"
-    raise ParamsError(f'transfer_mode is {_show(value)}, not "push" or "pull"')
-
-
-def _named_blocks(params: Mapping[str, Any]) -> bool:
-    """Whether block ids are named. They are a mark: what is READ is what prefill names itself."""
-    value = params.get("remote_block_ids")
-    if value is None:
-        return False
+def _names_blocks(value: object) -> bool:
+    """Whether there are block ids. They are a mark: what is READ is what prefill names itself."""
     if not isinstance(value, list | tuple):
         raise ParamsError(f"remote_block_ids is {_show(value)}, not a list of block ids")
     return any(bool(group) if isinstance(group, list | tuple) else True for group in value[:MOST])
 
 
-def _flag(params: Mapping[str, Any], name: str) -> bool:
-    value = params.get(name)
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise ParamsError(f"{name} is {_show(value)}, not true or false")
-
-
-def _text(params: Mapping[str, Any], name: str) -> str:
-    value = params.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise ParamsError(f"{name} is {_show(value)}, not a text of at most {MAX_TEXT} characters")
-    return value
-
-
-def _integer(params: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = params.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        shown = "missing" if value is None else f"{_show(value)}"
-        raise ParamsError(f"{name} is {shown}; it must be a whole number from {least} to {most}")
-    return value
+def _wrong(params: Mapping[str, Any], found: str) -> str:
+    """What is wrong, of what msgspec found."""
+    field = _FIELD.search(found)
+    if field is None or field[1] not in _WANTED:
+        return f"kv_transfer_params: {found}"
+    return f"{field[1]} is {_show(params.get(field[1]))}, not {_WANTED[field[1]]}"
 
 
 def _show(value: object) -> str:
