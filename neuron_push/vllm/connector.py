@@ -6,7 +6,8 @@ half; the order in which runners call them is recorded in tests/vllm_hooks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,7 +20,6 @@ from neuron_push import versions
 from neuron_push.config import Config
 from neuron_push.errors import ConfigError
 from neuron_push.vllm import compat
-from neuron_push.vllm.metadata import StepMeta
 from neuron_push.vllm.stats import PushPromMetrics, PushStats
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from neuron_push.vllm.metadata import StepMeta
     from neuron_push.vllm.scheduler import SchedulerHalf
     from neuron_push.vllm.worker import WorkerHalf
 
@@ -49,6 +50,7 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
     # The half of this role; the other half's hooks are not called.
     _in_scheduler: SchedulerHalf
     _in_worker: WorkerHalf
+    _stats: Callable[[], PushStats | None]
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
@@ -72,10 +74,12 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = self._in_scheduler = SchedulerHalf(
                 vllm_config, kv_cache_config, config
             )
+            self._stats = self._scheduler.stats
         else:
             from neuron_push.vllm.worker import WorkerHalf
 
             self._worker = self._in_worker = WorkerHalf(vllm_config, kv_cache_config, config)
+            self._stats = self._worker.stats
 
     # ------------------------------------------------------------------ class-wide
 
@@ -158,8 +162,7 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepMeta)
-        self._in_worker.bind(connector_metadata)
+        self._in_worker.bind(cast("StepMeta", connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Registrations have left when the metadata was bound."""
@@ -208,9 +211,7 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ both halves
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._worker is not None:
-            return self._worker.stats()
-        return self._in_scheduler.stats()
+        return self._stats()
 
 
 def _settings(extra: dict[str, Any] | None) -> dict[str, Any]:

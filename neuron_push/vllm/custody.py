@@ -59,10 +59,9 @@ class Custody:
     def __bool__(self) -> bool:
         return self._possible and not self._waiting and not self._sessions
 
-    def arrived(self, request: Request) -> None:
+    def session(self, request: Request) -> None:
         """A session of streamed input keeps its blocks while it waits for more."""
-        if request.resumable:
-            self._sessions.add(request.request_id)
+        self._sessions.add(request.request_id)
 
     def admitted(self, request: Request) -> None:
         """A waiting request was given blocks."""

@@ -102,29 +102,30 @@ class Decodes:
             self._decline(decode, request.request_id)
             return
         start, stop = decode.computed, decode.computed + external
-        first = tuple([start // size for size in self._sizes])
         tables = blocks.get_block_ids()
-        wanted = [
-            table[low : -(-stop // size)]
-            for table, low, size in zip(tables, first, self._sizes, strict=True)
-        ]
         if decode.reject:
-            self._fail(decode, request.request_id, wanted[0])
+            size = self._sizes[0]
+            self._fail(decode, request.request_id, tables[0][start // size : -(-stop // size)])
             return
-        packed = tuple([pack_ids(ids) for ids in wanted])
-        decode.pin = pins.new()
-        for ids, told in zip(wanted, packed, strict=True):
-            pins.promise(decode.pin, ids, told)
+        pin = decode.pin = pins.new()
+        first, packed = [], []
+        for table, size in zip(tables, self._sizes, strict=True):
+            low, high = start // size, -(-stop // size)
+            ids = table if not low and high >= len(table) else table[low:high]
+            told = pack_ids(ids)
+            pins.promise(pin, ids, told)
+            first.append(low)
+            packed.append(told)
         self._remember_pin(decode)
-        decode.attempt = next(self._attempts)
+        attempt = decode.attempt = next(self._attempts)
         leg, match = decode.leg, decode.match
         assert leg is not None and match is not None
         self._register(
             match,
             Receive(
-                decode.attempt, request.request_id, leg.prefill, leg.engine, NO_MATCH, start, stop,
-                first, packed, decode.pin, leg.patience or self._patience, self._hold_failure,
-                leg.pull,
+                attempt, request.request_id, leg.prefill, leg.engine, NO_MATCH, start, stop,
+                tuple(first), tuple(packed), pin, leg.patience or self._patience,
+                self._hold_failure, leg.pull,
             ),
         )  # fmt: skip
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from neuron_push.geometry import Semantics
-from neuron_push.prompts import Prompt
+from neuron_push.prompts import Prompt, match_of
+from neuron_push.protocol import Match
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,12 +25,12 @@ _MODEL_FIELDS = (
 _HEAD, _TAIL, _SPREAD = 16, 16, 16
 
 
-def prompt_of(request: Request, transfer: str, counterpart: str = "") -> Prompt:
+def name_of(request: Request, transfer: str, counterpart: str = "") -> Match | Prompt:
     """What tells a request's prompt from others.
 
     `counterpart` is the other engine's request id where the router passed it on. Without a
-    router's id the request id decides, which clients may repeat; then the whole prompt is told.
-    With one, a sample guards against mistakes and costs a few microseconds.
+    router's id the request id decides, which clients may repeat; then the whole prompt is
+    digested, here, as it is too large to travel. With one, a sample guards against mistakes.
     """
     tokens: Sequence[int] = request.prompt_token_ids or ()
     also: tuple[str, ...] = ()
@@ -37,10 +38,11 @@ def prompt_of(request: Request, transfer: str, counterpart: str = "") -> Prompt:
         also = tuple([str(feature.identifier) for feature in request.mm_features or ()])
         if request.lora_request is not None:
             also += (request.lora_request.lora_name,)
-    return Prompt(
-        request.request_id, transfer, counterpart, request.num_prompt_tokens,
-        _sample(tokens) if transfer else tokens, also,
-    )  # fmt: skip
+    told = _sample(tokens) if transfer else tokens
+    prompt = Prompt(
+        request.request_id, transfer, counterpart, request.num_prompt_tokens, told, also
+    )
+    return prompt if transfer else match_of(prompt)
 
 
 def _sample(tokens: Sequence[int]) -> Sequence[int]:

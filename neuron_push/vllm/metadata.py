@@ -35,7 +35,8 @@ class StepMeta(KVConnectorMetadata):
     """Scheduler half to worker half, once per step.
 
     `now`: packed commands that leave before the forward. `due`: those that wait for the step's
-    settle point. `attempts`: numbers of the attempts that begin with `now` and whose end is to be
+    settle point; `urgent` if one of them ends a prompt, so that the transfer thread is to see them
+    at once. `attempts`: numbers of the attempts that begin with `now` and whose end is to be
     reported. `handed`: (pin, request) of finished requests whose blocks vLLM keeps until they are
     reported sent, which is when the pin is quiet. `idle` says that the step computes nothing, so
     the worker half may wait a moment for news. `layers` numbers the step if it computes prompts
@@ -46,6 +47,7 @@ class StepMeta(KVConnectorMetadata):
 
     now: bytes = b""
     due: bytes = b""
+    urgent: bool = False
     attempts: tuple[int, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     handed: tuple[tuple[int, str], ...] = ()
@@ -82,12 +84,12 @@ class StepMeta(KVConnectorMetadata):
         meta = cls()
         if now:
             meta.now = encode(now)
-            plain = [c.command if isinstance(c, Unnamed) else c for c in now]
-            meta.attempts = tuple(
-                [c.attempt for c in plain if isinstance(c, Receive) and c.start < c.stop]
-            )
+            if attempts := _begun(now):
+                meta.attempts = tuple(attempts)
         if due:
             meta.due = encode(due)
+            if any(isinstance(c, Retire) or (isinstance(c, Settle) and c.last) for c in due):
+                meta.urgent = True
         if rejected:
             meta.rejected = tuple(rejected)
         if handed:
@@ -102,6 +104,15 @@ class StepMeta(KVConnectorMetadata):
     def commands(self) -> tuple[Command, ...]:
         """What is packed, in the order in which it leaves; for whoever reads along."""
         return (*decode(self.now), *decode(self.due))
+
+
+def _begun(now: Sequence[Sent]) -> list[int]:
+    found: list[int] = []
+    for each in now:
+        command = each.command if isinstance(each, Unnamed) else each
+        if isinstance(command, Receive) and command.start < command.stop:
+            found.append(command.attempt)
+    return found
 
 
 class _Constant(StepMeta):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from neuron_push.tracing import Ring
+from neuron_push.vllm.params import Leg, PrefillLeg
 
 __all__ = ["Moments"]
 
@@ -27,14 +28,15 @@ class Moments:
         self.ring = ring
         self._followed: dict[str, _Followed] = {}
 
-    def arrived(self, request: str, transfer: str, leg: Literal["prefill", "decode"]) -> None:
+    def arrived(self, request: str, leg: Leg) -> None:
         """A leg of a transfer has reached the scheduler."""
-        if not transfer:
+        if not leg.transfer:
             return
-        self._followed[request] = _Followed(transfer, leg)
+        name = "prefill" if isinstance(leg, PrefillLeg) else "decode"
+        self._followed[request] = _Followed(leg.transfer, name)
         if len(self._followed) > MOST:
             del self._followed[next(iter(self._followed))]
-        self.ring.add(f"{leg} arrived", transfer, request)
+        self.ring.add(f"{name} arrived", leg.transfer, request)
 
     def mark(self, request: str, name: str) -> None:
         """Something happened to it."""

@@ -43,7 +43,8 @@ class Prefill:
     pin: int = -1  # -1: nothing settled
     settled: int = 0
     given: list[int] = field(init=False)  # blocks already told, per group
-    fresh: list[list[int]] = field(init=False)  # blocks that follow, per group; vLLM's own lists
+    # Blocks that follow, per group; vLLM's own lists.
+    fresh: list[Sequence[int]] = field(init=False)
 
 
 class Prefills:
@@ -75,25 +76,23 @@ class Prefills:
         self.layered = 0  # number of the last step, if it computes what travels by layers
         self._backoff = backoff
         self._sources = count(1)
-        self._running: dict[str, Prefill] = {}
+        self.running: dict[str, Prefill] = {}
         self._sending: dict[str, int] = {}  # pins of finished requests whose blocks vLLM keeps
         self._looked = False  # whether this schedule was checked for preemptions
 
-    def __bool__(self) -> bool:
-        return bool(self._running)
-
     def begin(self, request: Request, match: Match | Prompt) -> None:
         """A new request is a prefill leg."""
-        shorten(request, self._backoff)
-        tokens = request.num_prompt_tokens
-        prefill = self._running[request.request_id] = Prefill(request, match, tokens)
+        if self._backoff:
+            shorten(request, self._backoff)
+        prefill = Prefill(request, match, request.num_prompt_tokens)
+        self.running[request.request_id] = prefill
         self._offer(prefill)
 
     # ------------------------------------------------------------------ custody
 
     def before_preemption(self, pins: Pins) -> None:
         """vLLM may let any running prompt go now: hold all of them."""
-        for prefill in self._running.values():
+        for prefill in self.running.values():
             pins.hold(prefill.pin)
 
     def before_allocation(self, pins: Pins) -> None:
@@ -101,20 +100,20 @@ class Prefills:
         if self._looked:
             return
         self._looked = True
-        for prefill in self._running.values():
+        for prefill in self.running.values():
             if prefill.request.status == RequestStatus.PREEMPTED:
                 pins.hold(prefill.pin)
 
     def preempted_with_pin(self) -> bool:
         """Whether a preemption is under way whose blocks only our pins still hold."""
         preempted = RequestStatus.PREEMPTED
-        return any(p.pin >= 0 and p.request.status == preempted for p in self._running.values())
+        return any(p.pin >= 0 and p.request.status == preempted for p in self.running.values())
 
     # ------------------------------------------------------------------ steps
 
     def step(self, output: SchedulerOutput, pins: Pins) -> None:
         """A step is scheduled: what it preempts is withdrawn, what it computes is settled."""
-        running = self._running
+        running = self.running
         self._looked = False
         self._steps += 1
         self.layered = 0
@@ -135,7 +134,7 @@ class Prefills:
                 elif ids is not None:
                     for group, more in enumerate(ids):
                         fresh = prefill.fresh[group]
-                        prefill.fresh[group] = fresh + more if fresh else more
+                        prefill.fresh[group] = [*fresh, *more] if fresh else more
                 self._settle(prefill, cached.num_computed_tokens[index] + scheduled[name], pins)
         if not self._custody:
             self.before_preemption(pins)
@@ -147,15 +146,17 @@ class Prefills:
 
         Returns (whether vLLM is to keep them until they are sent, whether the prompt is on offer).
         """
-        prefill = self._running.pop(request.request_id, None)
+        prefill = self.running.pop(request.request_id, None)
         if prefill is None:
             return False, False
         if request.status not in _FINISHED_WELL or prefill.settled != prefill.tokens:
             reason = f"the prefill request ended: {status_text(request)}"
             self._retire(prefill, "ended", reason, pins)
             return False, False
-        keeps = all(len(ids) >= told for ids, told in zip(blocks, prefill.given, strict=True))
-        if not (keeps and pins.promised(prefill.pin)):
+        keeps = pins.promised(prefill.pin)
+        for ids, told in zip(blocks, prefill.given, strict=True):
+            keeps = keeps and len(ids) >= told
+        if not keeps:
             pins.hold(prefill.pin)
             self._due.append(Retire(prefill.source, "finished"))
             return False, True
@@ -174,7 +175,7 @@ class Prefills:
 
     def _withdraw(self, preempted: set[str], pins: Pins) -> None:
         for name in preempted:
-            if (prefill := self._running.get(name)) is not None:
+            if (prefill := self.running.get(name)) is not None:
                 self._retire(prefill, "preempted", "", pins)
                 self._offer(prefill)
 
@@ -182,7 +183,7 @@ class Prefills:
         prefill.source = next(self._sources)
         prefill.pin, prefill.settled = -1, 0
         prefill.given = [0] * len(self._sizes)
-        prefill.fresh = [[] for _ in self._sizes]
+        prefill.fresh = [()] * len(self._sizes)
         name, match = prefill.request.request_id, prefill.match
         if isinstance(match, Prompt):
             self._commands.append(Unnamed(match, Offer(prefill.source, name, NO_MATCH)))
@@ -209,9 +210,10 @@ class Prefills:
         first, packed = tuple(given), []
         for group, size in enumerate(self._sizes):
             ids, count = fresh[group], -(-stop // size) - given[group]
-            fresh[group] = ids[count:]
             if len(ids) > count:
-                ids = ids[:count]
+                fresh[group], ids = ids[count:], ids[:count]
+            else:
+                fresh[group] = ()
             given[group] += len(ids)
             told = pack_ids(ids)
             pins.promise(prefill.pin, ids, told)

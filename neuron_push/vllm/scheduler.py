@@ -11,12 +11,11 @@ import logging
 import os
 from collections.abc import Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from neuron_push.commands import Sent
 from neuron_push.config import Config
-from neuron_push.prompts import Prompt, match_of
-from neuron_push.protocol import EngineInfo, Match
+from neuron_push.protocol import EngineInfo
 from neuron_push.sidechannel import Keyring, Listener
 from neuron_push.tracing import Ring
 from neuron_push.versions import check as check_versions
@@ -133,34 +132,26 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """Note which leg of a transfer a request is, if any."""
-        self._custody.arrived(request)
+        if request.resumable:
+            self._custody.session(request)
         try:
             leg = parse(request.kv_transfer_params, self._role, self._config.mode)
         except ParamsError as error:
             self._decodes.reject(request, str(error))
             return
         if isinstance(leg, PrefillLeg):
-            self._prefills.begin(request, self._name(request, leg.transfer))
+            self._prefills.begin(request, identity.name_of(request, leg.transfer))
             if leg.pull:
                 self._lends.add(request.request_id)
-            self._arrived(request, leg.transfer, "prefill")
         elif isinstance(leg, DecodeLeg):
-            self._decodes.begin(request, leg, self._name(request, leg.transfer, leg.request))
-            self._arrived(request, leg.transfer, "decode")
-
-    @staticmethod
-    def _name(request: Request, transfer: str, counterpart: str = "") -> Match | Prompt:
-        """A sample of the prompt travels; a whole prompt is digested here, as it is large."""
-        prompt = identity.prompt_of(request, transfer, counterpart)
-        return prompt if transfer else match_of(prompt)
-
-    def _arrived(self, request: Request, transfer: str, leg: Literal["prefill", "decode"]) -> None:
-        if self._moments is not None:
-            self._moments.arrived(request.request_id, transfer, leg)
+            name = identity.name_of(request, leg.transfer, leg.request)
+            self._decodes.begin(request, leg, name)
+        if self._moments is not None and leg is not None:
+            self._moments.arrived(request.request_id, leg)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many prompt tokens beyond `computed` come from another engine."""
-        if self._prefills:
+        if self._prefills.running:
             assert self._pins is not None
             self._prefills.before_allocation(self._pins)
         return self._decodes.matched_tokens(request, computed)
@@ -206,7 +197,7 @@ class SchedulerHalf:
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
         """Everything the workers must know with this step."""
         self._custody.scheduled(output)
-        if self._prefills:
+        if self._prefills.running:
             assert self._pins is not None
             self._prefills.step(output, self._pins)
         if self._moments is not None:

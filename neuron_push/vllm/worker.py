@@ -75,7 +75,9 @@ class WorkerHalf:
         self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
         self._meta: StepMeta = NOTHING
-        self._due: list[bytes] = []  # packed commands of the step, until its settle point
+        # Packed commands of the step until its settle point, and whether they are urgent.
+        self._due: list[bytes] = []
+        self._urgent = False
         # Attempts under way, and the packed commands they came in: read only when one fails.
         self._bound: dict[int, bytes] = {}
         self._bad_blocks: set[int] = set()
@@ -83,8 +85,11 @@ class WorkerHalf:
         self._unpinned: list[tuple[int, int]] = []
         self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
-        self._stood = self._first = 0.0  # how long, at the last look; at the first of this stand
-        self._stalling = False  # and that this was said
+        # The transfer thread stands still for so long before that is looked at; since when it does,
+        # how long it had at the first look, and whether this was said.
+        self._doubt = max(0.0, config.stall - GRACE)
+        self._since = self._first = 0.0
+        self._stalling = False
         self._last_news = 0.0
         self._told = False  # whether the last step reported anything
         self._last_told = -TOLD
@@ -188,23 +193,24 @@ class WorkerHalf:
         if self._due:
             self._settle()
         self._meta = meta
-        self._parts_done = NEVER
         if meta is NOTHING or meta is IDLE:
             return
         if meta.rejected:
             self._rejected += meta.rejected
-        for pin, request in meta.handed:
-            self._handed[pin] = request
+        if meta.handed:
+            self._handed.update(meta.handed)
         if meta.layers:
             self._parts_done = 0
         if meta.due:
             self._due.append(meta.due)
+            self._urgent |= meta.urgent
         if meta.now:
             thread = self._thread
             assert thread is not None
             for attempt in meta.attempts:
                 self._bound[attempt] = meta.now
-            thread.submit(meta.now)
+            # Nobody waits for what is said of prompts before they are settled.
+            thread.submit(meta.now, wake=bool(meta.attempts))
             if thread.failure is not None:
                 self._fail_all(f"the transfer thread stopped: {thread.failure}")
 
@@ -232,31 +238,39 @@ class WorkerHalf:
         scheduling the engine has the step's output by then, and it always takes one more step
         after a request has finished.
         """
-        if not self._due:
-            return
-        if self._accelerator.hides_end and any(
-            isinstance(command, Settle) for packed in self._due for command in decode(packed)
-        ):
-            return
-        self._settle()
+        if self._due and not (self._accelerator.hides_end and self._settles()):
+            self._settle()
+
+    def _settles(self) -> bool:
+        return any(isinstance(each, Settle) for packed in self._due for each in decode(packed))
 
     def _settle(self) -> None:
         assert self._thread is not None
         self._parts_done = NEVER
-        due, self._due = self._due, []
         fence = self._accelerator.record_fence()
-        for packed in due:
-            self._thread.submit(packed, fence)
+        for packed in self._due:
+            self._thread.submit(packed, fence, wake=self._urgent)
+        self._due.clear()
+        self._urgent = False
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """(requests sent, requests whose load ended, those of them that failed), each once."""
         thread = self._thread
         if thread is None:
             return set(), set(), set()
-        reports = self._take(thread)
-        if not reports and not self._rejected:
+        # vLLM may look at what a step reports only after the next one, which must not wait then.
+        if self._meta.idle and not self._rejected and not self._told:
+            self._wait(thread)
+        reports = thread.take()
+        if not reports and thread.stands >= self._doubt and self._kept(thread):
+            self._stalled(thread)
+        self._told = bool(reports or self._rejected)
+        if not self._told:
             return set(), set(), set()
         self._last_news = time.monotonic()
+        return self._ended(reports)
+
+    def _ended(self, reports: list[Report]) -> tuple[set[str], set[str], set[str]]:
         sent: set[str] = set()
         ended: set[str] = set()
         failed: set[str] = set()
@@ -321,27 +335,16 @@ class WorkerHalf:
         bound, self._bound = self._bound, {}
         self._rejected += [_rejection(_receive(p, number), reason) for number, p in bound.items()]
 
-    def _take(self, thread: TransferThread) -> list[Report]:
-        """What the thread has to say, after a short wait for it in a step that computes nothing."""
-        # vLLM may look at what a step reports only after the next one, which must not wait then.
-        if self._meta.idle and not self._rejected and not self._told:
-            self._wait(thread)
-        reports = thread.take()
-        if self._kept(thread) and not reports:
-            self._stalled(thread)
-        self._told = bool(reports or self._rejected)
-        return reports
-
     def _kept(self, thread: TransferThread) -> bool:
         """Whether one call keeps the thread: it stands still while this loop goes on.
 
         A process that was stopped itself finds its thread far behind, and gives it time to come
         round.
         """
-        seconds = thread.stands
-        if min(seconds, self._stood) < GRACE or seconds < self._stood:
-            self._first, self._stalling = seconds, False
-        self._stood = seconds
+        seconds, now = thread.stands, time.monotonic()
+        since = now - seconds  # the same at each look while it stands
+        if since > self._since + 0.001:
+            self._since, self._first, self._stalling = since, seconds, False
         return seconds > self._config.stall and seconds - self._first >= GRACE
 
     def _stalled(self, thread: TransferThread) -> None:

@@ -102,7 +102,7 @@ class Thread:
         self.submitted = []
         self.reports = []
 
-    def submit(self, packed, fence=None):
+    def submit(self, packed, fence=None, *, wake=True):
         self.submitted += decode(packed)
 
     def take(self):

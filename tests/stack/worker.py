@@ -36,9 +36,10 @@ class SteppedThread(TransferThread):
         self._begin(self.driver)
         return self.driver.side.server.address
 
-    def submit(self, commands, fence=None):
-        super().submit(commands, fence)
-        self._worker.nudge()
+    def submit(self, commands, fence=None, *, wake=True):
+        super().submit(commands, fence, wake=wake)
+        if wake:
+            self._worker.nudge()
 
     def wait(self, timeout):
         return super().wait(0.0)

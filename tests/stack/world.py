@@ -302,7 +302,7 @@ class World:
         half, used = engine.half, engine.free_at_start - engine.pool.get_num_free_blocks()
         found = {
             "blocks in use": used, "requests": engine.scheduler.requests,
-            "pins": half._pins._pins, "running prefills": half._prefills._running,
+            "pins": half._pins._pins, "running prefills": half._prefills.running,
             "waiting decodes": half._decodes._waiting, "steps": engine._batches,
         }  # fmt: skip
         yield from ((engine, name, what) for name, what in found.items() if what)

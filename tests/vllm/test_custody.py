@@ -336,15 +336,13 @@ def test_only_tables_that_grow_and_vllms_own_scheduler_are_trusted(monkeypatch):
 @asks
 def test_nobody_is_trusted_while_a_request_waits_with_blocks():
     found = Custody(config(), groups("FullAttentionSpec"))
-    loading = SimpleNamespace(request_id="a", resumable=False)
-    session = SimpleNamespace(request_id="b", resumable=True)
-    found.arrived(loading)
+    loading, session = SimpleNamespace(request_id="a"), SimpleNamespace(request_id="b")
     found.admitted(loading)
     found.scheduled(SimpleNamespace(num_scheduled_tokens={}))
     assert not found
     found.scheduled(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     assert found
-    found.arrived(session)
+    found.session(session)
     assert not found
     found.finished(session)
     assert found

@@ -18,7 +18,8 @@ from tests.vllm.kit import cache_config, engine_config
 
 
 def match_of(*said):
-    return prompts.match_of(identity.prompt_of(*said))
+    name = identity.name_of(*said)
+    return prompts.match_of(name) if isinstance(name, prompts.Prompt) else name
 
 
 def request(name="cmpl-7-0-00aabbcc", tokens=range(200), features=(), lora=None):

@@ -43,13 +43,15 @@ class Thread:
 
     def __init__(self, log):
         self.log = log
+        self.woken = []
         self.reports = []
         self.failure = None
         self.stands = 0.0
         self.doing = "Notify P"
         self.tally = Tally()
 
-    def submit(self, commands, fence=None):
+    def submit(self, commands, fence=None, *, wake=True):
+        self.woken.append(wake)
         for command in decode(commands):
             self.log.append(("submit", type(command), command, fence))
 
@@ -434,6 +436,23 @@ def test_the_step_after_one_that_reported_does_not_wait(half, log):
     assert not [entry for entry in log if entry[0] == "wait"]
     half.results()
     assert [entry for entry in log if entry[0] == "wait"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "woken"),
+    [
+        ((receive(1, "d"),), [True]),
+        ((Abandon(1, "x"),), [False]),
+        ((OFFER, SETTLE), [False, False]),
+        ((NEAR, replace(SETTLE, last=True)), [False, True]),
+        ((RETIRE,), [True]),
+    ],
+)
+def test_the_thread_is_woken_for_registrations_and_ends_of_prompts_only(half, commands, woken):
+    for _ in range(2):
+        half.bind(StepMeta.of(commands))
+        half.settle()
+    assert half._thread.woken == woken * 2
 
 
 def test_measurements_are_taken_once(half):
