@@ -75,9 +75,11 @@ def test_a_fleet_of_other_engines_is_refused():
         (["--cells", "4k"], "4kx8"),
         (["--repeats", "0"], "positive"),
         (["--cells", "64kx1"], "do not fit the prefill engine"),
-        (["--prefill-url", "http://h:1"], "one column"),
+        (["--prefill-url", "http://h:1"], "its columns"),
+        (["--prefill-url", "http://h:1", "--columns", "push", "nixl-push"], "its columns"),
         (["--prefill-url", "http://h:1", "--columns", "push"], "--model"),
-        (["--prefill-url", "http://h:1", "--columns", "push", "--model", "m"], "both engines"),
+        (["--prefill-url", "http://h:1", "--columns", "push", "--model", "m"], "--decode-url"),
+        (["--prefill-url", "http://h:1", "--columns", "floor-tpot", "--model", "m"], "-tpot needs"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(tmp_path, words, reason):

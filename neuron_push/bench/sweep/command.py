@@ -174,23 +174,24 @@ def _warm(tools: Tools, wanted: Sequence[Cell], fragmented: bool, pair: engines.
 def _running(
     args: argparse.Namespace, wanted: Sequence[Cell], chosen: dict[str, columns.Column]
 ) -> int:
-    if len(chosen) != 1:
-        raise ConfigError("running engines have one connector: name its one column with --columns")
+    if len({column.kind for column in chosen.values()}) != 1:
+        raise ConfigError("running engines have one connector: name its columns with --columns")
     if not args.model:
         raise ConfigError("--model says what the running engines serve")
-    column = next(iter(chosen.values()))
-    target = proxy.Target(
-        dispatch=column.dispatch,
-        prefill=_engine(args.prefill_url), decode=_engine(args.decode_url),
-    )  # fmt: skip
-    if column.dispatch in ("push", "pull") and not (target.prefill and target.decode):
-        raise ConfigError("name both engines: --prefill-url and --decode-url")
+    legs = {"prefill": _engine(args.prefill_url), "decode": _engine(args.decode_url)}
+    targets = {
+        name: proxy.Target(dispatch=column.dispatch, **legs) for name, column in chosen.items()
+    }
+    for name, column in chosen.items():
+        for role, engine in legs.items():
+            if engine is None and column.dispatch in ("push", "pull", role):
+                raise ConfigError(f"column {name} needs --{role}-url")
     runs, skipped = _left(args, cells.rounds(list(chosen), wanted, args.repeats, together=True))
     print(f"{len(runs)} runs of {args.seconds:g} s, {skipped} done before; results in {args.out}")
     described = setup.describe(None, setup.command_line(), chosen)
     with ExitStack() as stack:
         tools = _tools(stack, args, args.model, args.tokenizer or args.model, described)
-        return _all(args, tools, runs, lambda _: Sides(target))
+        return _all(args, tools, runs, lambda run: Sides(targets[run.column]))
 
 
 def _engine(text: str | None) -> proxy.Engine | None:
