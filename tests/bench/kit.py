@@ -15,7 +15,9 @@ def write(folder, column, cell, repeat, ttft, tpot=0.006, *, fragmented=False, u
         "request_throughput": cell.qps, "duration": 1.0, "mean_ttft_ms": ttft * 1e3,
         "neuron_push": {
             "column": column, "repeat": repeat, "seed": run.seed, "fragmented": fragmented,
-            "tpots": [tpot] * count, "handover": [ttft / 10] * count, "unfit": list(unfit),
+            "tpots": [tpot] * count, "handover": [ttft / 10] * count,
+            "handover_token": [ttft / 5] * count, "to_last_forward": [ttft / 2] * count,
+            "unfit": list(unfit),
             "setup": {"engines": {"prefill": PREFILL}, "commit": "abc"},
         },
     }  # fmt: skip

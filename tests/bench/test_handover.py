@@ -52,6 +52,7 @@ def test_a_handover_lies_between_what_the_two_devices_saw():
     assert own.handover == pytest.approx([0.2])
     assert own.handover_token == pytest.approx([0.3])
     assert own.handover_client == pytest.approx([0.5])
+    assert own.to_last_forward == pytest.approx([0.9]) and own.back == pytest.approx([0.3])
 
 
 def test_a_run_is_unfit_by_its_own_share_and_not_by_what_was_before():
@@ -82,12 +83,12 @@ def test_the_limit_moves_the_bytes_that_are_left_whatever_their_arrangement(scat
 
 def test_the_table_shows_every_case_and_the_parts():
     figures = {"contiguous": {"1024": {
-        "push": {"handover_ms": 12.3, "p90_ms": 15.0, "first_token_ms": 18.0,
+        "push": {"handover_ms": 12.3, "p90_ms": 15.0, "first_token_ms": 18.0, "copies": 512,
                  "parts_ms": {"wire": 9.9}},
         "limit": {"total_ms": 14.0, "write_ms": 8.4, "copies": 64},
     }}}  # fmt: skip
     _, push, least = command._lines(figures)
-    assert "12.3" in push and "wire 9.9" in push
+    assert "12.3" in push and "512 copies a request, wire 9.9" in push
     assert "write 8.4, 64 copies" in least
 
 

@@ -175,6 +175,7 @@ def test_a_page_agrees_with_the_files_it_was_made_of(reported):
     assert run(reported, check=True) == 0
     text = (reported / "report.html").read_text()
     assert "<svg" in text and "NixlPushConnector" in text and "src=" not in text
+    assert "Where TTFT goes" in text
 
 
 def test_a_raw_file_that_was_changed_does_not_pass(reported, capsys):

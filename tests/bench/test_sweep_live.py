@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 
+from neuron_push import processes
 from neuron_push.bench.sweep import results
+from neuron_push.emulation import fleet, models
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 FLEET = """
@@ -45,6 +48,40 @@ def test_every_column_is_measured_and_a_second_call_has_nothing_to_do(tmp_path):
         assert not [why for why in result.neuron_push.unfit if "wrong" in why]
     again = subprocess.run(words, check=True, capture_output=True, text=True)
     assert f"0 runs of 2 s, {len(found)} done before" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("connector", "columns"),
+    [
+        ("neuron-push", ["push", "pull", "floor-ttft"]),
+        ("vllm-push", ["nixl-push"]),
+        ("vllm-pull", ["nixl-pull"]),
+    ],
+)
+def test_engines_that_run_already_are_measured_at_their_urls(tmp_path, connector, columns):
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    spec = fleet.load(tmp_path / "fleet.yaml")
+    spec = msgspec.structs.replace(
+        spec, engines=tuple(msgspec.structs.replace(e, connector=connector) for e in spec.engines)
+    )
+    built = fleet.build(spec, tmp_path / "logs", print)
+    prefill, decode = built.engines
+    with processes.running(built.engines):
+        words = [
+            sys.executable, "-m", "neuron_push.cli", "bench", "sweep",
+            "--out", str(tmp_path / "out"), "--columns", *columns, "--model", fleet.SERVED,
+            "--tokenizer", str(models.find(spec.model, tmp_path / "logs" / "models")),
+            "--prefill-url", f"{prefill.url}#side={prefill.side_port}&name={prefill.spec.name}",
+            "--decode-url", decode.url, "--cells", "512x4", "--repeats", "1", "--seconds", "2",
+            "--output-len", "8",
+        ]  # fmt: skip
+        subprocess.run(words, check=True)
+        computed = [each["prefill_tokens"] for each in decode.summaries()]
+    found = results.load(tmp_path / "out")
+    assert {result.neuron_push.column for result in found} == set(columns)
+    assert all(result.completed == result.num_prompts == 8 for result in found)
+    # Decode has computed last tokens only: KV came over.
+    assert sum(computed) < 512
 
 
 def test_an_interrupt_stops_everything_and_leaves_no_half_a_result(tmp_path):

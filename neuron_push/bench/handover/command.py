@@ -105,6 +105,7 @@ def _arranged(
     """All columns and lengths with blocks arranged one way; rounds take turns."""
     seen: dict[tuple[str, int], list[Seen]] = defaultdict(list)
     parts: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    copies: dict[tuple[str, int], list[float]] = defaultdict(list)
     scattered: set[str] = set()
 
     def warm(pair: engines.Pair) -> None:
@@ -123,13 +124,17 @@ def _arranged(
             driver = Driver(server, pair, column.dispatch)
             for tokens in args.lengths:
                 print(f"round {turn + 1}: {name}, {arrangement}, {tokens} tokens", flush=True)
+                before = driver.copies()
                 found = driver.several(tokens, args.repeat)
                 seen[name, tokens] += found
+                copies[name, tokens].append((driver.copies() - before) / args.repeat)
                 if column.kind.startswith("ours") and column.dispatch == "push":
                     _breakdown(driver, found, parts[name, tokens])
     figures: dict[str, dict[str, Any]] = defaultdict(dict)
     for (name, tokens), found in seen.items():
-        figures[str(tokens)][name] = _figure(found, parts.get((name, tokens), {}))
+        figure = _figure(found, parts.get((name, tokens), {}))
+        figure["copies"] = round(statistics.median(copies[name, tokens]))
+        figures[str(tokens)][name] = figure
     return figures
 
 
@@ -202,4 +207,4 @@ def _numbers(name: str, each: dict[str, Any]) -> str:
         return f"{'':>19}{each['total_ms']:>11.1f}  {writing}"
     parts = ", ".join(f"{part} {value:.1f}" for part, value in each.get("parts_ms", {}).items())
     times = f"{each['handover_ms']:>10.1f}{each['p90_ms']:>9.1f}{each['first_token_ms']:>11.1f}"
-    return f"{times}  {parts}"
+    return f"{times}  {each['copies']} copies a request{', ' if parts else ''}{parts}"

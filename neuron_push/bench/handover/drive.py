@@ -15,7 +15,7 @@ import msgspec
 
 from neuron_push.bench.sweep import proxy, statistics
 from neuron_push.bench.sweep.engines import Pair, Template
-from neuron_push.bench.sweep.measure import Moment, Moments
+from neuron_push.bench.sweep.measure import Moment, Moments, descriptors
 from neuron_push.emulation.fleet import SERVED, EmulatedEngine
 from neuron_push.errors import NeuronPushError
 from neuron_push.processes import HOST, Server
@@ -66,7 +66,12 @@ class Driver:
         self._aim(dispatch)
 
     def _aim(self, dispatch: Any) -> None:
-        post(f"{self._url}/target", msgspec.json.encode(self._pair.target(dispatch)))
+        self._target = self._pair.target(dispatch)
+        post(f"{self._url}/target", msgspec.json.encode(self._target))
+
+    def copies(self) -> float:
+        """How many the pair has posted so far, for all its requests."""
+        return descriptors(self._target)
 
     def one(self, tokens: int, output: int = 2) -> None:
         """One request, to its end; raises NeuronPushError when it fails."""

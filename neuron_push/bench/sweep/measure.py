@@ -127,7 +127,7 @@ def measure(tools: Tools, run: Run, sides: Sides) -> results.Own:
     scratch.unlink(missing_ok=True)
     tools.ask("/target", msgspec.json.encode(sides.target))
     looks = {name: Moments(path) for name, path in _files(sides).items()}
-    before, copies = _summaries(sides.reports), _descriptors(sides.target)
+    before, copies = _summaries(sides.reports), descriptors(sides.target)
     serve(tools, run, prompts, scratch)
     records = msgspec.json.decode(tools.ask("/records"), type=list[proxy.Record])
     time.sleep(2 * PERIOD)
@@ -138,7 +138,7 @@ def measure(tools: Tools, run: Run, sides: Sides) -> results.Own:
     own = results.Own(
         column=run.column, repeat=run.repeat, seed=run.seed, fragmented=tools.fragmented,
         tpots=results.tpots(raw), unfit=unfit(before, _summaries(sides.reports)),
-        descriptors=(_descriptors(sides.target) - copies) / (prompts + 1), setup=tools.setup,
+        descriptors=(descriptors(sides.target) - copies) / (prompts + 1), setup=tools.setup,
         added=sides.added, memory=peak(sides.groups),
     )  # fmt: skip
     handovers(own, records[1:], {name: look.read() for name, look in looks.items()})
@@ -156,6 +156,10 @@ def handovers(
             own.handover_client.append(round(record.first - record.prefilled, 6))
         prefill = seen.get("prefill", {}).get(record.request)
         decode = seen.get("decode", {}).get(record.request)
+        if prefill:
+            own.to_last_forward.append(round(prefill.ended - record.arrived, 6))
+        if decode and record.first:
+            own.back.append(round(record.first - decode.ended, 6))
         if prefill and decode:
             own.handover.append(round(decode.launched - prefill.ended, 6))
             own.handover_token.append(round(decode.ended - prefill.ended, 6))
@@ -203,7 +207,8 @@ def _summaries(paths: Sequence[Path]) -> dict[str, Any]:
     return {path.name: json.loads(path.read_text()) for path in paths}
 
 
-def _descriptors(target: proxy.Target) -> float:
+def descriptors(target: proxy.Target) -> float:
+    """Copies that both engines have posted so far, as their metrics say."""
     total = 0.0
     for engine in (target.prefill, target.decode):
         if engine is None:

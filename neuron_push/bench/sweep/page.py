@@ -100,6 +100,7 @@ def _regimes(found: Sequence[Result]) -> Iterator[str]:
         if part:
             yield f"<h2>{'Fragmented blocks' if fragmented else 'Figures'}</h2>"
             yield from _figures(part)
+            yield from _stages(part)
             yield from _ratios(part)
 
 
@@ -125,6 +126,32 @@ def _figures(found: Sequence[Result]) -> Iterator[str]:
                         str(len(good)), str(len(rows) - len(good))]  # fmt: skip
             cells = "".join(f"<td class=n>{number}" for number in numbers)
             yield f"<tr><td>{cell.name}<td>{_text(column.label)}{cells}</tr>"
+    yield "</table>"
+
+
+def _stages(found: Sequence[Result]) -> Iterator[str]:
+    """Where TTFT goes: medians of its stages, in milliseconds."""
+    rows = [r for r in found if r.neuron_push.to_last_forward]
+    if not rows:
+        return
+    yield (
+        "<p>Where TTFT goes, medians in ms: until P's last forward has ended, from there to the"
+        " launch of D's first step, that step, and back to the proxy.</p><table><tr><th>cell"
+        "<th>column<th>to the end of P's last forward<th>handover<th>first step<th>back</tr>"
+    )
+    for cell in results.cells(rows):
+        for name, column in COLUMNS.items():
+            own = [r.neuron_push for r in results.of(rows, name, cell)]
+            stages = (
+                [value for each in own for value in each.to_last_forward],
+                [value for each in own for value in each.handover],
+                [b - a for each in own
+                 for a, b in zip(each.handover, each.handover_token, strict=True)],
+                [value for each in own for value in each.back],
+            )  # fmt: skip
+            if any(stages):
+                cells = "".join(f"<td class=n>{_two(values)[0]}" for values in stages)
+                yield f"<tr><td>{cell.name}<td>{_text(column.label)}{cells}</tr>"
     yield "</table>"
 
 

@@ -34,6 +34,10 @@ class Own(msgspec.Struct, kw_only=True):
     fragmented: bool = False
     tpots: list[float] = []
     """Seconds per output token after the first."""
+    to_last_forward: list[float] = []
+    """Seconds from the request at the proxy to the end of P's last forward."""
+    back: list[float] = []
+    """Seconds from the end of D's first step to the first byte of its answer at the proxy."""
     handover: list[float] = []
     """Seconds from the end of P's last forward to the launch of D's first one."""
     handover_token: list[float] = []
