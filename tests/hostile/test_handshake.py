@@ -100,7 +100,7 @@ def engine_over(rank, settings):
 
 def test_a_peer_that_freezes_after_its_handshake_holds_no_request_up(stage, calls):
     calls.seconds = 0.0
-    scene = stage(stall=0.5, stall_most=2.5)
+    scene = stage(stall=0.5, stall_most=5.0)
     p, d = scene.child("P", "producer"), scene.rank("D", "consumer")
     transfer(scene, p, d, "warm")
     half, told, pins = engine_over(d, scene.config), {}, set()
