@@ -116,7 +116,7 @@ def test_a_decode_rank_that_hangs_or_dies(stage, fault):
     p.fill(HIT, 2)  # another prompt's KV, in the blocks that came back
     before = stream.done
     if fault == "stop":
-        scene.flow(max(0.0, fell + 5 - time.monotonic()))
+        scene.flow(max(0.0, fell + 10 - time.monotonic()))
         d.go_on()
         scene.hears(d, "ReceiveFailed", attempt)
         scene.hears(d, "Unpinned", attempt)
