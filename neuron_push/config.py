@@ -133,7 +133,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     idle_poll: Seconds = 0.02
     """Polling period of the transfer thread when nothing is expected; twice as long once nothing
-    has happened for ten periods."""
+    has happened for ten periods, and five times as long after forty rounds while no prompt is on
+    offer."""
 
     waiting_poll: Seconds = 0.004
     """Polling period while transfers wait for the other engine."""

@@ -96,7 +96,7 @@ def _measure(name: str, sizes: list[int], repeat: int) -> dict[str, Any]:
         "cases": {},
     }
     if name != NO_OP:
-        found["idle_core"], found["idle_process"] = _idle(3.0)
+        found["idle_core"], found["idle_process"] = _idle(10.0)
     for arrangement in ("contiguous", "fragmented"):
         if arrangement == "fragmented":
             prefill.fragment()
@@ -140,6 +140,7 @@ def _summary(runs: list[list[Any]]) -> dict[str, Any]:
 
 def _idle(seconds: float) -> tuple[float, float]:
     """Cores used while both engines are parked: by our threads, and by the whole process."""
+    time.sleep(3.0)  # what still looks around for news has gone to rest
     own = [
         time.pthread_getcpuclockid(thread.ident)
         for thread in threading.enumerate()

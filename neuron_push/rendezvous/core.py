@@ -72,7 +72,7 @@ from neuron_push.rendezvous.routes import Routes, Verdict
 from neuron_push.rendezvous.sender import Producer
 from neuron_push.transport import AgentName
 
-Tempo = Literal["busy", "announced", "waiting", "idle"]
+Tempo = Literal["busy", "announced", "waiting", "idle", "empty"]
 # Who sends what; Move and Moved say it, and Alive goes both ways.
 SENDERS: dict[type, Side] = {
     Register: "decode",
@@ -162,7 +162,7 @@ class Core:
             return "announced"
         if self.generations.pending or self.consumer.attempts or self.producer.sendings:
             return "waiting"
-        return "idle"
+        return "idle" if self.producer.sources else "empty"
 
     def _take(self, now: float) -> list[Action]:
         self._look_after(now)

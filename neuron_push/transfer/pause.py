@@ -27,9 +27,12 @@ EAGER = 20
 LONGEST_BUSY_SLEEP = 0.0002
 # Progress calls per wake-up while bytes arrive, so that a socket is emptied and not sipped.
 BURST = 16
-# Idle rounds in which nothing happened before the thread looks half as often. Peers that connect
-# wake it through the side channel, and requests of its own engine by a command.
+# Idle rounds in which nothing happened before the thread looks half as often, and those before it
+# sleeps, if it has no prompt that a peer may ask for: then a peer that is already linked waits for
+# this engine's own leg of the request. Peers that connect wake it through the side channel.
 ROUNDS_AWAKE = 10
+ROUNDS_DROWSY = 40
+ASLEEP = 5  # times as long
 # Longest sleep while questions of ours are open, which is rare.
 ASKING = 0.001
 
@@ -46,6 +49,7 @@ class Pause:
         # A put wakes the thread without giving up the interpreter lock, which the engine's main
         # loop would have to win back.
         self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._asleep = False  # whatever is handed over wakes it
         self._asked = False  # somebody asks over the side channel
         self._side: SideChannel | None = None
         self._bell: Bell | None = None
@@ -54,9 +58,9 @@ class Pause:
     # ------------------------------------------------------------------ main loop's side
 
     def put(self, commands: bytes, fence: Fence | None, wake: bool) -> None:
-        """Hand packed commands over; they end this rest, or wait for its end."""
+        """Hand packed commands over; they end this rest, or wait for its end if it is short."""
         self._handed.append((commands, fence))
-        if wake:
+        if wake or self._asleep:
             self._wakes.put(None)
 
     def ring(self) -> None:
@@ -101,10 +105,15 @@ class Pause:
                 if driver.events:
                     return
             self._sleep(driver.side, config.announced_poll)
+        elif tempo == "waiting":
+            self._sleep(driver.side, config.waiting_poll)
+        elif tempo == "empty" and idle > ROUNDS_DROWSY:
+            self._asleep = True
+            if not self._handed:  # a moment ago it would not have woken this thread
+                self._sleep(driver.side, config.idle_poll * ASLEEP)
+            self._asleep = False
         else:
-            slower = 2 if idle > ROUNDS_AWAKE else 1
-            seconds = config.idle_poll * slower if tempo == "idle" else config.waiting_poll
-            self._sleep(driver.side, seconds)
+            self._sleep(driver.side, config.idle_poll * (2 if idle > ROUNDS_AWAKE else 1))
 
     def _sleep(self, side: SideChannel, seconds: float) -> None:
         """Sleep until a command, a side-channel message or the time is up."""

@@ -195,7 +195,7 @@ class TransferThread:
         worked = driver.poll(now) or worked
         while driver.events:
             self._handle(driver, driver.events.popleft())
-        if now - self._ticked >= (IDLE_TICK if self._core.tempo == "idle" else TICK):
+        if now - self._ticked >= (IDLE_TICK if self._core.tempo in ("idle", "empty") else TICK):
             self._ticked = now
             self._act(driver, self._core.tick(now))
         return worked or bool(driver.events)

@@ -20,7 +20,7 @@ from tests.vllm.kit import LAYERS
 
 # How soon the thread looks again (transfer/pause.py), by what it expects; and how much less often
 # where it finds nothing, which decides nothing: what happens to its agents ends the rest.
-PAUSES = {"busy": 0.0003, "announced": 0.001, "waiting": 0.004, "idle": 0.03}
+PAUSES = {"busy": 0.0003, "announced": 0.001, "waiting": 0.004, "idle": 0.03, "empty": 0.05}
 SLOWER, LONGEST = 1.5, 4
 
 
