@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from neuron_push.bench.handover import command, drive, limit, notice
-from neuron_push.bench.sweep import measure, proxy, results
+from neuron_push.bench.sweep import engines, measure, proxy, results
+from neuron_push.bench.sweep.command import SHIPPED
 from neuron_push.bench.sweep.measure import Moment, Moments
 from neuron_push.cli import make_parser
+from neuron_push.emulation import fleet
 from neuron_push.errors import ConfigError, NeuronPushError
 from neuron_push.protocol import TraceEvent
 from neuron_push.trace.collect import Clock, Track
@@ -106,6 +108,35 @@ def test_memory_is_that_of_whole_process_groups():
 def test_figures_are_medians_in_milliseconds():
     found = drive.milliseconds([0.001, 0.002, 0.1])
     assert (found["p50_ms"], found["n"]) == (2.0, 3)
+
+
+def freed_last_first(pool, requests):
+    """The block lists of vLLM's pool, one request after the other."""
+    free, lists = list(range(1, pool)), []
+    for blocks in requests:
+        lists.append(free[:blocks])
+        free = free[blocks:] + lists[-1][::-1]
+    return lists
+
+
+def test_blocks_lie_side_by_side_on_both_sides_however_often_pools_were_used():
+    template = engines.Template.of(fleet.load(SHIPPED))
+    own = command.aligned(template)
+    requests = [1024] * 5 + [64] * 9 + [256] * 9 + [1024] * 9
+
+    def broken(one):
+        sides = zip(
+            freed_last_first(one.prefill.blocks, requests),
+            freed_last_first(one.decode.blocks, requests), strict=True,
+        )  # fmt: skip
+        steps = [(np.diff(a), np.diff(b)) for a, b in sides]
+        return sum(int(np.sum((a != b) | (abs(a) != 1))) for a, b in steps)
+
+    # Where a list comes to the end of a pool it goes on elsewhere, on both sides.
+    assert broken(own) <= 100 < 2000 < broken(template)
+    for tokens in command.LENGTHS:
+        prompt, size = tokens - command.ANSWER, 16
+        assert -(-prompt // size) == -(-(prompt + 2) // size) == tokens // size
 
 
 def test_a_fleet_whose_kv_is_not_known_is_refused_before_anything_starts(tmp_path):

@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from neuron_push import processes
 from neuron_push.bench.handover import limit
 from neuron_push.bench.handover.drive import Driver, Seen, milliseconds, traced
@@ -36,6 +38,8 @@ PARTS: Final = {
     "registration wait": "match", "match": "plan", "post": "post", "wire": "wire",
     "notify": "notify",
 }  # fmt: skip
+# Prompts are so much shorter than their name says: the answer then ends in the prompt's last block.
+ANSWER: Final = 8
 Figures = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -55,9 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Entry for the command line; results also go to handover.json."""
     chosen = columns.chosen(args.columns)
+    if min(args.lengths) <= ANSWER:
+        raise ConfigError(f"--lengths must be larger than {ANSWER}")
     if any(column.floor for column in chosen.values()):
         raise ConfigError("floors have no handover")
-    template = traced(engines.Template.of(fleet.load(args.fleet)))
+    template = aligned(traced(engines.Template.of(fleet.load(args.fleet))))
     if template.model not in KV_BYTES:
         known = ", ".join(KV_BYTES)
         raise ConfigError(
@@ -74,6 +80,20 @@ def main(args: argparse.Namespace) -> int:
     for line in _lines(figures):
         print(line)
     return 0
+
+
+def aligned(template: engines.Template) -> engines.Template:
+    """The same engines with as many blocks on either side.
+
+    vLLM frees a prompt's blocks last first. With equal pools and equally many blocks per request
+    both sides' pools turn round together, and what lies side by side here does so there: in any
+    other case copies become one block long, about half of them, once a pool was used up.
+    """
+    most = max(template.prefill.blocks, template.decode.blocks)
+    prefill, decode = (
+        msgspec.structs.replace(spec, blocks=most) for spec in (template.prefill, template.decode)
+    )
+    return engines.Template(prefill, decode, template.model)
 
 
 def _measure(
@@ -94,7 +114,9 @@ def _measure(
         figures[arrangement] = _arranged(args, chosen, up, server, arrangement)
         for tokens in args.lengths:
             print(f"limit, {arrangement}, {tokens} tokens")
-            figures[arrangement][str(tokens)]["limit"] = _limit(template, tokens, arrangement)
+            figures[arrangement][str(tokens)]["limit"] = _limit(
+                template, tokens - ANSWER, arrangement
+            )
     return figures
 
 
@@ -111,7 +133,7 @@ def _arranged(
     def warm(pair: engines.Pair) -> None:
         driver = Driver(server, pair, "pull" if pair.kind == "nixl-pull" else "push")
         for _ in range(4):
-            driver.one(max(args.lengths))
+            driver.one(max(args.lengths) - ANSWER)
 
     for turn in range(args.rounds):
         for name in _rotated(list(chosen), turn):
@@ -125,7 +147,7 @@ def _arranged(
             for tokens in args.lengths:
                 print(f"round {turn + 1}: {name}, {arrangement}, {tokens} tokens", flush=True)
                 before = driver.copies()
-                found = driver.several(tokens, args.repeat)
+                found = driver.several(tokens - ANSWER, args.repeat)
                 seen[name, tokens] += found
                 copies[name, tokens].append((driver.copies() - before) / args.repeat)
                 if column.kind.startswith("ours") and column.dispatch == "push":
