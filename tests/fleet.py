@@ -235,7 +235,8 @@ def carry(plan, prefill, decode, ranks, piece, lists, written):
         filled = [np.zeros(len(memory), np.uint8) for memory in (*targets, slabs[1].memory)]
         oracle.replay(sources, [*targets, slabs[1].memory], rows_of(copies), filled)
         assert max(int(count.max(initial=0)) for count in filled) <= 1
-        rows = rearrange(plan.rows(*piece, *lists, slabs[1].address, pack=False))
+        # As decode does, which does not know which blocks prefill holds.
+        rows = rearrange(plan.unpack_rows(*piece, lists[1], slabs[1].address))
         for part in rows:
             tally(part.destination, part.unit, plan.destination, written)
         moves += rows

@@ -204,6 +204,9 @@ def test_all_blocks_contiguous_or_not_the_image_is_dense(way):
 # -- groups --------------------------------------------------------------------------------
 
 
+LAYOUTS = "neuron", "vec", "interleaved"
+
+
 def sliding(layout, size, stop, window, blocks):
     oldest = stop - window
     held = [0 if (i + 1) * size <= oldest else block for i, block in enumerate(blocks)]
@@ -216,7 +219,7 @@ def test_a_sliding_window_moves_only_what_both_sides_hold(data, way):
     sizes = [data.draw(st.sampled_from([4, 8, 12])) for _ in "pd"]
     stop = data.draw(st.integers(20, 90))
     window = data.draw(st.integers(1, stop))
-    names = data.draw(st.sampled_from(["neuron", "vec"])), "interleaved"
+    names = [data.draw(st.sampled_from(pair)) for pair in (LAYOUTS[:2], LAYOUTS[1:])]
     prefill, decode = (
         sliding(name, size, stop, window, data.draw(block_list(size, stop)))
         for name, size in zip(names, sizes, strict=True)
@@ -228,7 +231,12 @@ def test_a_sliding_window_moves_only_what_both_sides_hold(data, way):
     def at_both(token):
         return oracle.place(prefill.caches[0], prefill.blocks, sizes[0], 0, token) is not None
 
-    oracle.compare(decode.caches[0], before, decode.blocks, sizes[1], 0, 0, stop, at_both)
+    held = [token for token in range(stop) if at_both(token)]
+    # Packed into pages that can be cut, the window arrives to the token.
+    exact = way == "packed" and names[1] == "interleaved"
+    vague = () if exact or not held else oracle.out_of_window(sizes[1], held[0])
+    where = decode.blocks, sizes[1], 0
+    oracle.compare(decode.caches[0], before, *where, 0, stop, at_both, vague)
 
 
 @pytest.mark.usefixtures("form")
