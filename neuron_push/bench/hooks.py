@@ -3,24 +3,22 @@
 Time inside all hooks of both halves, pickling of metadata included, minus what a connector that
 does nothing costs in the same steps, for this connector and vLLM's NIXL connectors in the same
 run. See `rig` for the set-up. Each connector has a process of its own; P and D share it and its
-interpreter lock. Two clocks run: CPU time of the main thread, which is judged, and the wall,
-which also holds waits for the interpreter lock and for a core.
+interpreter lock. The processes take turns of a few requests and are stopped between. Two clocks
+run: CPU time of the main thread, which is judged, and the wall, which also holds waits for the
+interpreter lock and for a core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json as jsonlib
-import os
 import statistics
-import subprocess
-import sys
-import threading
-import time
+from contextlib import ExitStack
 from typing import Any, Final
 
-from neuron_push.bench.pair import NO_OP, OURS, PULL, PUSH, WORK, Pair
+from neuron_push.bench.pair import NO_OP, OURS, PULL, PUSH, WORK
 from neuron_push.bench.shells import BLOCK
+from neuron_push.bench.turns import IN_A_TURN, Turn
 
 __all__ = ["add_arguments", "main"]
 
@@ -29,6 +27,7 @@ LARGE: Final = 16384  # prompt tokens of the request that has a budget of its ow
 METHOD: Final = (
     "vLLM's Scheduler and KVCacheManager with each connector's scheduler half; worker halves with "
     "real NIXL agents (UCX) over KV caches in host memory, P and D in one process per connector; "
+    "taking turns of 3 requests and stopped between; "
     "hooks called in the V1 runner's order without layer hooks; no model runs, 1 ms pass between "
     "steps; vLLM's check of block sizes against attention kernels is off; "
     "blocks of 16 tokens, chunks of 2048 tokens, 28 layers, 1 KV head of 128 in bfloat16"
@@ -42,87 +41,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--repeat", type=int, default=9, help="requests per case (9)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="prompt tokens")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
     """Entry for the command line; exit status 1 if a target is missed."""
-    if args.child:
-        print(jsonlib.dumps(_measure(args.child, args.sizes, args.repeat)))
-        return 0
-    found = {name: _child(name, args) for name in (NO_OP, OURS, PUSH, PULL)}
-    report = _report(found, args)
+    report = _report(_measure(args), args)
     if not args.json:
         _print_table(report)
     print(jsonlib.dumps(report))
     return 0 if all(report["within_target"].values()) else 1
 
 
-def _child(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one connector in a fresh process."""
-    code = "import sys; from neuron_push.bench import hooks; sys.exit(hooks.child(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "--child", name, "--repeat", str(args.repeat)]
-    command += ["--sizes", *map(str, args.sizes)]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "NIXL_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    try:
-        found: dict[str, Any] = jsonlib.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"error": done.stderr.strip().splitlines()[-1:] or ["no output"]}
-    return found
-
-
-def child(words: list[str]) -> int:
-    """Entry of the process that measures one connector."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args(words))
-
-
 # ---------------------------------------------------------------------- measuring
 
 
-def _measure(name: str, sizes: list[int], repeat: int) -> dict[str, Any]:
-    from neuron_push.bench import rig, shells
+def _measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What each connector costs, in turns: whatever else the machine does meets all of them."""
+    with ExitStack() as stack:
+        turns = {
+            name: stack.enter_context(Turn(name, place, max(args.sizes)))
+            for place, name in enumerate((NO_OP, OURS, PUSH, PULL))
+        }
+        found = {name: _parked(turn) for name, turn in turns.items()}
+        _case(turns, 1, min(args.sizes), "contiguous")  # handshakes, and first use of everything
+        for arrangement in ("contiguous", "fragmented"):
+            for tokens in args.sizes:
+                for name, runs in _case(turns, args.repeat, tokens, arrangement).items():
+                    cost = {side: _summary(each) for side, each in runs.items() if each}
+                    found[name]["cases"][f"{tokens} {arrangement}"] = cost
+        return {
+            name: {"error": turn.error} if turn.error else found[name]
+            for name, turn in turns.items()
+        }
 
-    shells.prepare()
-    blocks = 2 * max(sizes) // shells.BLOCK + 64
-    prefill = rig.Side(name, "kv_producer", blocks, 17_710)
-    decode = rig.Side(name, "kv_consumer", blocks, 17_730)
-    pair = Pair(name, prefill, decode)
-    time.sleep(2.0)  # ranks announce themselves
-    found: dict[str, Any] = {
-        "quiet": {label: _quiet(steps) for label, steps in pair.quiet().items()},
-        "cases": {},
-    }
-    if name != NO_OP:
-        found["idle_core"], found["idle_process"] = _idle(10.0)
-    for arrangement in ("contiguous", "fragmented"):
-        if arrangement == "fragmented":
-            prefill.fragment()
-            decode.fragment()
-        for tokens in sizes:
-            runs = [pair.request(tokens) for _ in range(repeat + 1)][1:]
-            found["cases"][f"{tokens} {arrangement}"] = {
-                side: _summary([run[side] for run in runs]) for side in ("P", "D")
-            }
-    prefill.close()
-    decode.close()
-    return found
+
+def _parked(turn: Turn) -> dict[str, Any]:
+    """Steps in which nothing happens, and engines that take none."""
+    quiet, idle = turn.take("quiet"), turn.take("idle")
+    if turn.error:
+        return {"cases": {}}
+    return {
+        "quiet": {label: _quiet(steps) for label, steps in quiet.items()},
+        "idle_core": idle[0], "idle_process": idle[1], "cases": {},
+    }  # fmt: skip
+
+
+def _case(
+    turns: dict[str, Turn], repeat: int, tokens: int, arrangement: str
+) -> dict[str, dict[str, list[Any]]]:
+    """Steps of each request, by connector and side."""
+    runs: dict[str, dict[str, list[Any]]] = {name: {"P": [], "D": []} for name in turns}
+    for _ in range(-(-repeat // IN_A_TURN)):
+        for name, turn in turns.items():
+            for side, more in (turn.take("case", tokens, arrangement) or {}).items():
+                runs[name][side] += more
+    return runs
 
 
 def _quiet(steps: list[Any]) -> dict[str, Any]:
     return {
         **_clocks([[step] for step in steps]),
-        "bytes": max(step.metadata_bytes for step in steps),
+        "bytes": max(step["metadata_bytes"] for step in steps),
     }
 
 
 def _clocks(groups: list[list[Any]]) -> dict[str, float]:
     """Median microseconds of groups of steps, by CPU time and by the wall."""
     return {
-        "us": statistics.median(sum(step.cpu for step in group) for group in groups) / 1e3,
-        "wall_us": statistics.median(sum(step.wall for step in group) for group in groups) / 1e3,
+        "us": statistics.median(sum(step["cpu"] for step in group) for group in groups) / 1e3,
+        "wall_us": statistics.median(sum(step["wall"] for step in group) for group in groups) / 1e3,
     }
 
 
@@ -130,26 +117,12 @@ def _summary(runs: list[list[Any]]) -> dict[str, Any]:
     """Medians over requests: the whole, each kind of step, and the number of steps."""
     kinds = {}
     for kind in WORK:
-        steps = [step for run in runs for step in run if step.kind == kind]
+        steps = [step for run in runs for step in run if step["kind"] == kind]
         if steps:
-            blocks = statistics.median(step.blocks for step in steps)
+            blocks = statistics.median(step["blocks"] for step in steps)
             kinds[kind] = {**_clocks([[step] for step in steps]), "blocks": blocks}
     count = statistics.median(len(run) for run in runs)
     return {**_clocks(runs), "steps": count, "kinds": kinds}
-
-
-def _idle(seconds: float) -> tuple[float, float]:
-    """Cores used while both engines are parked: by our threads, and by the whole process."""
-    time.sleep(3.0)  # what still looks around for news has gone to rest
-    own = [
-        time.pthread_getcpuclockid(thread.ident)
-        for thread in threading.enumerate()
-        if thread.name.startswith("neuron-push") and thread.ident is not None
-    ]
-    before = sum(map(time.clock_gettime, own)), time.process_time()
-    time.sleep(seconds)
-    after = sum(map(time.clock_gettime, own)), time.process_time()
-    return (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds
 
 
 # ---------------------------------------------------------------------- reporting
