@@ -67,7 +67,7 @@ class Routes:
         self._context = context
         self._links = links
         self._routes: dict[Address, Route] = {}
-        # The newest hello sent to each prefill rank; answers to earlier ones are void.
+        # The newest hello that each prefill rank has not answered; earlier ones are void.
         self._newest: dict[tuple[str, int], int] = {}
 
     def want(self, attempt: int, address: Address, engine: str, now: float) -> Verdict | None:
@@ -165,12 +165,13 @@ class Routes:
         if route is None:
             return None
         greeting, context = route.greetings.pop(link), self._context
+        newest = self._answered(route, greeting, link)
         name = f"prefill rank {greeting.peer.rank}"
         if isinstance(answer, Refusal):
             return self._fail(route, f"{name} refused: {answer.reason}")
         if not self._welcomes(route, greeting.peer, answer):
             return self._fail(route, f"{name} is not the one that was listed")
-        if self._newest[route.engine, greeting.peer.rank] != link:
+        if not newest:
             newer = self._open_link(route.engine, greeting.peer)
             if newer is None:
                 return self._fail(route, f"{name} was greeted again meanwhile")
@@ -285,8 +286,18 @@ class Routes:
         waiting, route.waiting = route.waiting, []
         return waiting, route.links
 
+    def _answered(self, route: Route, greeting: Greeting, link: int) -> bool:
+        """A hello is over; whether it was the newest to that rank."""
+        key = route.engine, greeting.peer.rank
+        newest = self._newest.get(key) == link
+        if newest:
+            del self._newest[key]
+        return newest
+
     def _fail(self, route: Route, reason: str) -> Verdict:
         self._routes.pop(route.address, None)
+        for link, greeting in route.greetings.items():
+            self._answered(route, greeting, link)
         if route.waiting:
             self._context.count("handshake_failures")
         return route.waiting, reason

@@ -62,6 +62,7 @@ def test_engines_that_came_and_went_are_forgotten(stage):
     for rank in (p, d):
         scene.until(lambda rank=rank: rank.state()["links"] == 0, what=f"{rank.state()}")
         assert rank.state()["generation"] == 1  # nothing was on its way: nothing to fence
+        assert not rank.thread._core._routes._newest and not rank.thread._core._routes._routes
 
 
 def reconnect(scene: Scene, p, d, number: int) -> None:
