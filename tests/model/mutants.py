@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 from neuron_push.commands import Settle, decode, encode, pack_ids, unpack_ids
-from neuron_push.rendezvous import consumer, core, ranges
+from neuron_push.rendezvous import consumer, core, landing, ranges, writes
 from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.events import Opened
 from neuron_push.vllm import pins, prefills, worker
-from tests.model.processes import BLOCK
+from tests.model.effects import BLOCK
 from tests.model.scenarios import NIGHT, SCENARIOS
 from tests.model.space import Counterexample, Space
 from tests.rendezvous import mutants as worlds
@@ -114,6 +117,79 @@ def forget_to_say_it_again(patch):
     patch.setattr(consumer.Consumer, "link_lost", link_lost)
 
 
+def give_a_slab_back_when_it_is_posted(patch):
+    """Prefill packs the next piece into a slab that a WRITE still reads."""
+
+    def post(self, *given, own=-1, original=writes.Writes.post, **named):
+        original(self, *given, own=own, **named)
+        if own >= 0:
+            number, write = list(given[0].writes.items())[-1]
+            given[0].writes[number] = replace(write, slab=-1)
+            self._context.slabs.give(own)
+
+    patch.setattr(writes.Writes, "post", post)
+
+
+def use_a_grant_twice(patch):
+    """Prefill takes a late copy of a grant for another one."""
+
+    def granted(self, sending, message, now, original=writes.Writes.granted):
+        want = copy(sending.wants.get(message.piece))
+        complaint = original(self, sending, message, now)
+        if want is not None:
+            sending.wants[message.piece] = want
+        return complaint
+
+    patch.setattr(writes.Writes, "granted", granted)
+
+
+def decode_after_the_first_piece(patch):
+    """Decode takes the first piece that is unpacked for all of them."""
+
+    def finished(self, share, piece, original=landing.Landings.finished):
+        original(self, share, piece)
+        share.landing.received.add(0, 1 << 20)
+        share.landed.add(0, 1 << 20)
+
+    patch.setattr(landing.Landings, "finished", finished)
+
+
+def unpack_when_granted(patch):
+    """Decode unpacks a slab that it has just granted, as if the bytes were there."""
+
+    def on_need(self, attempt, share, message, original=landing.Landings.on_need):
+        original(self, attempt, share, message)
+        self._context.slabs.serve(0.0)
+        if message.piece in share.landing.granted and not share.landing.running:
+            begin = max([0, *(stop for _, stop in share.landing.received)])
+            if begin < attempt.command.stop:
+                self.arrived(attempt, share, share.link.unpack, message.piece, begin, begin + BLOCK)
+
+    patch.setattr(landing.Landings, "on_need", on_need)
+
+
+def give_slabs_back_when_the_engine_gives_up(patch):
+    """Decode takes its slabs back with the request, not when nothing can land in them any more."""
+
+    def send_cancels(self, attempt, now, original=consumer.Consumer._send_cancels):
+        original(self, attempt, now)
+        for share in attempt.shares.values():
+            self.landings.quiet(attempt, share)
+
+    patch.setattr(consumer.Consumer, "_send_cancels", send_cancels)
+
+
+def give_a_slab_back_under_its_unpacking(patch):
+    """Decode grants a slab anew while what is in it is still being unpacked."""
+
+    def arrived(self, attempt, share, *given, original=landing.Landings.arrived):
+        original(self, attempt, share, *given)
+        for piece in list(share.landing.running):
+            self.unused(share, piece)
+
+    patch.setattr(landing.Landings, "arrived", arrived)
+
+
 MUTANTS = {
     free_on_timeout: "abort and timeouts",
     free_on_handle_release: "broken WRITE, aborts",
@@ -133,6 +209,12 @@ MUTANTS = {
     worlds.decode_without_confirmation: "pull, false alarm",
     worlds.lend_what_may_go: "pull",
     worlds.call_a_read_quiet: "pull",
+    give_a_slab_back_when_it_is_posted: "packed, aborts",
+    use_a_grant_twice: "unpacked, aborts",
+    decode_after_the_first_piece: "unpacked, aborts",
+    unpack_when_granted: "unpacked, aborts",
+    give_slabs_back_when_the_engine_gives_up: "unpacked, aborts",
+    give_a_slab_back_under_its_unpacking: "unpacked, aborts",
     forget_to_say_it_again: "abort and timeouts",
 }
 BOUNDS = {**SCENARIOS, **NIGHT}

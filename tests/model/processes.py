@@ -7,7 +7,6 @@ that ships. What is made up here is what surrounds them: vLLM's scheduler and bl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from neuron_push.commands import decode
@@ -17,6 +16,17 @@ from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous import events as ev
 from neuron_push.rendezvous.attempt import attempt_of
 from neuron_push.vllm.worker import WorkerHalf
+from tests.model.effects import (
+    BLOCK,
+    Broken,
+    Effects,
+    Read,
+    Write,
+    check,
+    held_by,
+    slab_number,
+    touched,
+)
 from tests.rendezvous.shapes import SEMANTICS, Shape
 
 # A repeat is due at every `soon`; every timeout is due after a `late`, and nothing in between.
@@ -28,68 +38,16 @@ CONFIG = Config(
     move_timeout=TIMEOUT, rotation_interval=0.001, slice_bytes=1 << 16, writes_in_flight=2,
     batch_tokens=0,
 )  # fmt: skip
-SHAPE = Shape()
-BLOCK = SHAPE.block_tokens
-GEOMETRY = SHAPE.geometry(0)
+# Of prefill and decode, by who reorders: with K and V apart on one side, somebody has to.
+SHAPES = {
+    "": (Shape(), Shape()),
+    "packed": (Shape(apart=True, slabs=1), Shape()),
+    "unpacked": (Shape(apart=True), Shape(slabs=1)),
+}
+GEOMETRIES = {shape: shape.geometry(0) for pair in SHAPES.values() for shape in pair}
 VLLM = SimpleNamespace(
     kv_transfer_config=SimpleNamespace(engine_id="engine"), speculative_config=None
 )
-
-
-class Broken(AssertionError):
-    """A promise was broken."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """A posted WRITE: whose, where to, and what it reads and touches. Torn as the reader likes."""
-
-    writer: str  # agents
-    target: str
-    number: int
-    attempt: int
-    start: int
-    stop: int
-    pin: int
-    source: tuple[tuple[int, tuple[str, int]], ...]  # (block, what it must hold)
-    blocks: tuple[int, ...]  # of decode
-    done: bytes
-
-    @property
-    def into(self) -> str:
-        """The agent whose memory it changes."""
-        return self.target
-
-
-@dataclass(frozen=True)
-class Read:
-    """A posted READ: whose, where from, and what it reads and touches. Torn as the reader likes."""
-
-    reader: str  # agents
-    owner: str
-    number: int
-    attempt: int
-    start: int
-    stop: int
-    source: tuple[tuple[int, tuple[str, int]], ...]  # (block, what it must hold)
-    blocks: tuple[int, ...]  # of decode
-
-    @property
-    def into(self) -> str:
-        """The agent whose memory it changes."""
-        return self.reader
-
-
-@dataclass
-class Effects:
-    """What one step of one process does to the world."""
-
-    sent: list[tuple[str, str, bytes]] = field(default_factory=list)  # from, to, message
-    posted: list[Write | Read] = field(default_factory=list)
-    asked: list[tuple] = field(default_factory=list)  # over the side channel
-    closed: list[str] = field(default_factory=list)  # agents
-    # Attempts that a request is about to decode over: (attempt, start, stop).
-    received: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class Thread:
@@ -116,10 +74,14 @@ class Thread:
 class Process:
     """A core, its driver, and the engine above it (`engine` is set by engines.py)."""
 
-    def __init__(self, name: str, role: str, incarnation: int):
+    def __init__(self, name: str, role: str, incarnation: int, staged: str = ""):
         self.now = 0.0
         self.name, self.role, self.incarnation = name, role, incarnation
-        self.identity = Identity(name, 0, incarnation, SEMANTICS, GEOMETRY)
+        self.shapes = SHAPES[staged]
+        shape = self.shapes[role == "consumer"]
+        self.identity = Identity(
+            name, 0, incarnation, SEMANTICS, GEOMETRIES[shape], shape.staging()
+        )
         self.core = Core(CONFIG, self.identity)
         self.thread = Thread()
         self.worker = WorkerHalf(VLLM, None, CONFIG)
@@ -128,6 +90,8 @@ class Process:
         self.loaded: dict[int, list[str]] = {}
         self.opening: list[int] = []
         self.closing: list[int] = []
+        # What is being unpacked, by job: (attempt, start, stop, piece), slab, blocks.
+        self.unpacking: dict[int, tuple[tuple[int, int, int, int], int, tuple[int, ...]]] = {}
         self.engine = None
         self.prompt = True  # its engine steps at once when it has something to do or to hear
         self.effects = Effects()
@@ -144,8 +108,32 @@ class Process:
         while self.prompt and self.engine.waits():
             self.engine.step()
             self.submit()
+        self.judge_unpacking()
         effects, self.effects = self.effects, Effects()
         return effects
+
+    def judge_unpacking(self):
+        """What is unpacked comes from a slab that is kept for it, into blocks that are held."""
+        if not self.unpacking:
+            return
+        granted, writable = self.granted(), self.engine.writable()
+        for (attempt, start, stop, piece), slab, blocks in self.unpacking.values():
+            mine = ("slab", attempt, piece, slab) in granted
+            check(
+                mine, f"tokens {start}..{stop} are unpacked from slab {slab}, which is given back"
+            )
+            for block in blocks:
+                held = (attempt, block) in writable
+                check(held, f"tokens {start}..{stop} are unpacked into block {block}, not held")
+
+    def granted(self):
+        """Slabs of decode that are kept for pieces of attempts: ("slab", attempt, piece, slab)."""
+        return {
+            ("slab", attempt.command.attempt, piece, slab)
+            for attempt in self.core.consumer.attempts.values()
+            for share in attempt.shares.values()
+            for piece, slab in share.landing.granted.items()
+        }
 
     def feed(self, event):
         self.carry_out(self.core.handle(event, self.now))
@@ -169,8 +157,14 @@ class Process:
         """Listeners have answered: the peer's, in that incarnation, or 0 for nobody."""
         address = Address("P", 1)
         if peer:
-            them = info("P", "producer", peer)
-            self.feed(ev.EngineFound(address, them, info(self.name, self.role, self.incarnation)))
+            them, us = (
+                info(name, role, incarnation, GEOMETRIES[shape])
+                for name, role, incarnation, shape in (
+                    ("P", "producer", peer, self.shapes[0]),
+                    (self.name, self.role, self.incarnation, self.shapes[1]),
+                )
+            )
+            self.feed(ev.EngineFound(address, them, us))
         else:
             self.feed(ev.EngineMissing(address, "connection refused"))
 
@@ -187,6 +181,13 @@ class Process:
     def read(self, number, outcome):
         if self.core.consumer.reads.find(number) is not None:
             self.feed(ev.ReadEnded(number, outcome, "" if outcome == "done" else "cancelled"))
+
+    def unpacked(self):
+        """The oldest piece is in its blocks."""
+        job = next(iter(self.unpacking))
+        what, _, _ = self.unpacking.pop(job)
+        self.effects.unpacked.append(what)
+        self.feed(ev.Unpacked(job))
 
     def unreachable(self, agent):
         self.feed(ev.Unreachable(agent, "disconnected"))
@@ -281,12 +282,19 @@ class Process:
         check(known, f"{self.name} posts towards {action.agent}, which it has not met")
         done = action.done
         source = self.core.producer.writes.sending(action.write).source
-        reads, blocks = _touched(action, done, source.match)
+        reads, blocks = touched(action, done, source.match)
+        own, slab = slab_number(action.slab), slab_number(action.granted)
+        if own >= 0:  # it is filled at once, and read from then on
+            held = {(source.pin, *each) for each in reads} <= self.engine.readable()
+            check(
+                held, f"tokens {done.start}..{done.stop} are packed from blocks that are not held"
+            )
         self.effects.posted.append(
             Write(
                 self.open[action.generation], str(action.agent), int(action.write),
-                attempt_of(done.attempt), done.start, done.stop, source.pin, reads, blocks,
-                encode(done),
+                attempt_of(done.attempt), done.start, done.stop, source.pin,
+                reads if own < 0 else (), blocks if slab < 0 else (), encode(done),
+                slab, done.piece, own,
             )
         )  # fmt: skip
 
@@ -294,13 +302,21 @@ class Process:
         known = action.agent in self.loaded.get(action.generation, ())
         check(known, f"{self.name} READs from {action.agent}, which it has not met")
         match = self.core.consumer.attempts[action.attempt].command.match
-        reads, blocks = _touched(action, action, match)
+        reads, blocks = touched(action, action, match)
+        slab = slab_number(action.slab)
         self.effects.posted.append(
             Read(
                 self.open[action.generation], str(action.agent), int(action.read), action.attempt,
-                action.start, action.stop, reads, blocks,
+                action.start, action.stop, reads, blocks if slab < 0 else (), slab,
             )
         )  # fmt: skip
+
+    def _unpack(self, action):
+        job = self.core.consumer.landings._jobs[action.job]
+        what = (job.attempt, action.start, action.stop, job.piece)
+        blocks = held_by(action, action.blocks[0])
+        self.unpacking[action.job] = what, action.slab, blocks
+        self.effects.unpacks.append(what)
 
     def _tell(self, action):
         self.thread.reports.append(action.report)
@@ -325,29 +341,18 @@ class Process:
             "sessions": any(link.sessions for link in core.links),
             "two agents": len(self.open) != 1,
             "reports": self.thread.reports,
+            "slabs": core._context.slabs.used,
+            "waits for slabs": core._context.slabs.waiting,
+            "unpacking": self.unpacking,
         }
         return [name for name, value in left.items() if value] + self.engine.leftovers()
 
 
-def _touched(action, span, match):
-    """What a WRITE or READ of some tokens reads, with what must be there, and what it changes."""
-    source, target = action.source_blocks[0], action.destination_blocks[0]
-    indexes = range(span.start // BLOCK, -(-span.stop // BLOCK))
-    prompt = match.fingerprint.decode()
-    reads = tuple((int(source.ids[i - source.first]), (prompt, i)) for i in indexes)
-    return reads, tuple(int(target.ids[i - target.first]) for i in indexes)
-
-
-def check(held, complaint):
-    if not held:
-        raise Broken(complaint)
-
-
-def info(name, role, incarnation):
+def info(name, role, incarnation, geometry):
     """What an engine's listener answers."""
-    rank = RankInfo(0, incarnation, Address(name, 1), GEOMETRY)
+    rank = RankInfo(0, incarnation, Address(name, 1), geometry)
     return EngineInfo(name, incarnation, role, 1, 1, 1, 0, ("push",), SEMANTICS, (rank,))
 
 
-SHARED = (CONFIG, SEMANTICS, GEOMETRY, SHAPE, VLLM)
-__all__ = ["BLOCK", "CONFIG", "SHARED", "Broken", "Effects", "Process", "Read", "Write"]
+SHARED = (CONFIG, SEMANTICS, VLLM, *GEOMETRIES, *GEOMETRIES.values(), *SHAPES.values())
+__all__ = ["BLOCK", "CONFIG", "SHARED", "TIMEOUT", "Broken", "Process", "Read", "check"]

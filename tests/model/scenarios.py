@@ -22,7 +22,9 @@ CROWD = (*ONE, Leg(P, "other", None, prompt="another"))
 # Decode READs what prefill lends: in one piece, or in two.
 PULL = (SHORT[0], replace(SHORT[1], pull=True))
 LONG_PULL = (ONE[0], replace(ONE[1], pull=True))
-STEPS, GREETINGS, GENERATIONS = (frozenset({x}) for x in ("steps", "greetings", "generations"))
+STEPS, GREETINGS, GENERATIONS, UNPACKING = (
+    frozenset({x}) for x in ("steps", "greetings", "generations", "unpacking")
+)
 
 # Of CI: every state, less than half a minute in all.
 SCENARIOS = {
@@ -42,6 +44,11 @@ SCENARIOS = {
     "pull, timeouts": Bounds(PULL, aborts=(0, 1), lates=(2, 0), deaf=True),
     "pull, broken READ": Bounds(PULL, broken=1, aborts=(0, 1), slow=GENERATIONS),
     "pull, P dies": Bounds(PULL, crashes=(1, 0), aborts=(0, 1)),
+    "packed, aborts": Bounds(ONE, staged="packed", aborts=(1, 1)),
+    "unpacked, aborts": Bounds(ONE, staged="unpacked", aborts=(0, 1), slow=UNPACKING),
+    "unpacked, timeouts": Bounds(SHORT, staged="unpacked", aborts=(0, 1), lates=(0, 1), deaf=True),
+    "unpacked, false alarm": Bounds(SHORT, staged="unpacked", alarms=(0, 1)),
+    "pull, unpacked": Bounds(PULL, staged="unpacked", aborts=(0, 1), slow=UNPACKING),
 }
 
 # Of the night: what troubles do to each other.

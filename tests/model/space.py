@@ -69,7 +69,8 @@ class Bounds:
     blocks: tuple[int, int] = (2, 2)
     recompute: bool = False
     # Things that take their time here, so that others come in between; elsewhere they are instant.
-    slow: frozenset[str] = frozenset()  # of "greetings", "generations", "steps"
+    slow: frozenset[str] = frozenset()  # of "greetings", "generations", "steps", "unpacking"
+    staged: str = ""  # who reorders, in slabs: "packed" by prefill, "unpacked" by decode
 
 
 class Table:
@@ -119,6 +120,8 @@ class Change:
     asked: int = 0
     closed: tuple[str, ...] = ()
     received: tuple = ()
+    unpacks: tuple = ()
+    unpacked: tuple = ()
     broken: Exception | None = None
 
 
@@ -143,7 +146,8 @@ class Space:
     def start(self, side: int, incarnation: int) -> int:
         """A fresh process."""
         if (side, incarnation) not in self._starts:
-            process = Process(NAMES[side], ("producer", "consumer")[side], incarnation)
+            role = ("producer", "consumer")[side]
+            process = Process(NAMES[side], role, incarnation, self.bounds.staged)
             count, process.prompt = self.bounds.blocks[side], "steps" not in self.bounds.slow
             if side == P:
                 process.engine = PrefillEngine(process, count)
@@ -162,7 +166,8 @@ class Space:
             self.locals.append(Local(
                 process, tuple(engine.enabled()), tuple(process.open.values()),
                 frozenset(base(agent) for agent in process.open.values()),
-                tuple(process.peers()), engine.writable() if decode else engine.readable(),
+                tuple(process.peers()),
+                engine.writable() | process.granted() if decode else engine.readable(),
                 tuple(process.leftovers()), process.incarnation,
             ))  # fmt: skip
         return number
@@ -191,7 +196,7 @@ class Space:
             asked |= self.asked.bit(item)
         return Change(
             self._intern(process), sent, posted, asked, tuple(effects.closed),
-            tuple(effects.received),
+            tuple(effects.received), tuple(effects.unpacks), tuple(effects.unpacked),
         )  # fmt: skip
 
     # -------------------------------------------------------------------- one state
@@ -216,6 +221,8 @@ class Space:
         budget, sent = parts.get("budget", budget), parts.get("legs", sent)
         landed = parts.get("landed", landed)
         ps, ds = (change.local, ds) if side == P else (ps, change.local)
+        if self.bounds.staged:
+            landed = self._staged(ds, change, writes, landed)
         if change.closed:
             writes = self._close(side, change.closed, writes)
         if self.pulls:
@@ -260,12 +267,32 @@ class Space:
                 writes = writes & ~bit | self.writes.bit((item, SPOILT))
         return writes
 
+    def _staged(self, ds, change, writes, landed):
+        """Slabs are filled when nothing reads them, and unpacked when all of a piece is there."""
+        for _, (write, _) in self.writes.of(change.posted):
+            for _, (other, phase) in self.writes.of(writes):
+                both = write is not other and not isinstance(other, Read) and phase != LANDED
+                if both and 0 <= write.own == other.own and write.writer == other.writer:
+                    raise Broken(
+                        f"tokens {write.start}..{write.stop} are packed into slab {write.own}, of "
+                        f"which tokens {other.start}..{other.stop} are still being sent"
+                    )
+        for attempt, start, stop, piece in change.unpacks:
+            here = (self.locals[ds].incarnation, attempt, start, stop, piece)
+            if not landed & (self.landed.bit(here) | self.landed.bit((*here, SPOILT))):
+                raise Broken(f"tokens {start}..{stop} of attempt {attempt} are unpacked too early")
+        for attempt, start, stop, piece in change.unpacked:
+            here = (self.locals[ds].incarnation, attempt, start, stop)
+            if landed & self.landed.bit((*here, piece)):
+                landed |= self.landed.bit(here)
+        return landed
+
     def _check_received(self, ds, received, landed):
         incarnation = self.locals[ds].incarnation
         for attempt, start, stop in received:
             tokens = set(range(start, stop))
-            for _, (who, number, low, high) in self.landed.of(landed):
-                if (who, number) == (incarnation, attempt):
+            for _, (who, number, low, high, *slab) in self.landed.of(landed):
+                if (who, number) == (incarnation, attempt) and not slab:
                     tokens -= set(range(low, high))
             if tokens:
                 raise Broken(
@@ -281,6 +308,8 @@ class Space:
         for _, (write, phase) in self.writes.of(writes):
             if phase == LANDED or d is None or write.into not in d.open:
                 continue
+            if write.slab >= 0:
+                self._check_slab(write, d)
             for block in write.blocks:
                 if (write.attempt, block) not in d.memory:
                     kind = type(write).__name__.upper()
@@ -297,6 +326,15 @@ class Space:
                         f"is not held, or does not hold block {content[1]} of {content[0]!r}"
                     )
 
+    def _check_slab(self, write, d):
+        """Promise 1 for slabs: one that may change is kept for that piece, and for no other."""
+        kept = {each for each in d.memory if each[0] == "slab" and each[3] == write.slab}
+        if kept != {("slab", write.attempt, write.piece, write.slab)}:
+            raise Broken(
+                f"tokens {write.start}..{write.stop} of attempt {write.attempt} may land in slab "
+                f"{write.slab} of D, which is not kept for them alone"
+            )
+
     # -------------------------------------------------------------------- what may happen
 
     def successors(self, state, *, calm=False):
@@ -309,6 +347,8 @@ class Space:
             if state[side] >= 0:
                 yield from self._internal(state, side)
                 yield from self._deliveries(state, side)
+        if state[D] >= 0:
+            yield from self._unpacking(state)
         yield from self._questions(state, calm)
         yield from self._landings(state, calm)
         for side in (P, D):
@@ -328,6 +368,8 @@ class Space:
                     yield from self._internal(state, side)
         if "greetings" not in self.bounds.slow and state[D] >= 0:
             yield from self._questions(state, True)
+        if "unpacking" not in self.bounds.slow and state[D] >= 0:
+            yield from self._unpacking(state)
 
     def _internal(self, state, side):
         number = state[side]
@@ -336,6 +378,11 @@ class Space:
             if waiting:
                 change = self.change(number, name, (name,))
                 yield (side, name), self.after(state, side, change)
+
+    def _unpacking(self, state):
+        if self.locals[state[D]].process.unpacking:
+            change = self.change(state[D], "unpacked", ("unpacked",))
+            yield (D, "has unpacked"), self.after(state, D, change)
 
     def _deliveries(self, state, side):
         number, net = state[side], state[2]
@@ -401,7 +448,7 @@ class Space:
             elif d is not None and write.target in d.open:
                 known = mine and phase == FLYING
                 after = rest | (self.writes.bit((write, LANDED)) if known else 0)
-                fact = self.landed.bit((d.incarnation, write.attempt, write.start, write.stop))
+                fact = self._fact(d, write)
                 done = self.messages.bit((write.writer, write.target, write.done))
                 yield (D, "has a WRITE landed", bit), (
                     ps, ds, net | done, after, *state[4:7], landed | fact,
@@ -421,8 +468,7 @@ class Space:
         rest = writes & ~bit
         if there or not calm:
             change = self.change(ds, ("read", bit), ("read", read.number, "done"))
-            fact = (self.locals[ds].incarnation, read.attempt, read.start, read.stop)
-            good = 0 if phase == SPOILT else self.landed.bit(fact)
+            good = self._fact(self.locals[ds], read, spoilt=phase == SPOILT)
             after = self.after(state, D, change, writes=rest, landed=landed | good)
             yield (D, "sees a READ done", bit), after
         if calm or (there and not budget[10]):
@@ -432,6 +478,13 @@ class Space:
         spent = spend(budget, 10) if there else budget
         after = self.after(state, D, change, writes=rest, budget=spent)
         yield (D, "sees a READ broken", bit), after
+
+    def _fact(self, d, moved, *, spoilt=False):
+        """That tokens have landed: in blocks, or as a piece in a slab; spoilt ones for nothing."""
+        fact = (d.incarnation, moved.attempt, moved.start, moved.stop)
+        if moved.slab < 0:
+            return 0 if spoilt else self.landed.bit(fact)
+        return self.landed.bit((*fact, moved.piece, SPOILT) if spoilt else (*fact, moved.piece))
 
     def _break(self, state, bit, write, there):
         """The transport calls a WRITE broken: its target is gone, or only the connection is."""
