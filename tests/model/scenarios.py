@@ -51,7 +51,8 @@ SCENARIOS = {
     "pull, unpacked": Bounds(PULL, staged="unpacked", aborts=(0, 1), slow=UNPACKING),
 }
 
-# Of the night: what troubles do to each other.
+# Of the night: what troubles do to each other. Of the largest so many states, the nearest first.
+MOST = 1_000_000
 NIGHT = {
     "timeouts, both": Bounds(ONE, aborts=(0, 1), lates=(1, 1), deaf=True),
     "recompute, aborts": Bounds(ONE, aborts=(1, 1), recompute=True, lates=(0, 1), deaf=True),

@@ -139,6 +139,7 @@ class Space:
         self._starts: dict[tuple[int, int], int] = {}
         self.parents: dict[tuple, tuple | None] = {}
         self._ends: set[tuple] = set()
+        self.whole = False  # every state was visited
         self.steps = 0
 
     # -------------------------------------------------------------------- one process
@@ -598,10 +599,11 @@ class Space:
 
     # -------------------------------------------------------------------- all states
 
-    def explore(self, most=10**7, *, ends=True) -> int:
+    def explore(self, most=10**7, *, ends=True, whole=True) -> int:
         """Visit every state; raises Counterexample. Returns how many there are.
 
-        `ends`: whether each must lead to an end as well.
+        `ends`: whether each must lead to an end as well. `whole`: whether more than `most` states
+        are an error; else those that the fewest steps lead to are visited.
         """
         first = self.first()
         self.parents = {first: None}
@@ -622,7 +624,8 @@ class Space:
                         frontier.append(after)
             except Exception as error:
                 raise Counterexample(self, error, self._blamed(state)) from error
-        if frontier:
+        self.whole = not frontier
+        if frontier and whole:
             raise Unbounded(f"there are more than {most} states")
         return len(self.parents)
 
