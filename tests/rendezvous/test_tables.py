@@ -93,7 +93,7 @@ def test_a_move_outside_the_table_is_a_defect(table):
                 machine = Attempt(None, 0.0, 0.0, state)
                 machine.command = MESSAGES[0]
             else:
-                machine = Sending(None, MESSAGES[0], (), Cut(4, 8), 0.0, 0.0, state)
+                machine = Sending(None, MESSAGES[0], (), Cut(4, 8), Cut(4, 8), 0.0, 0.0, state)
             with pytest.raises(ProtocolError):
                 machine.move(other)
 
