@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 from unittest import mock
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -25,49 +22,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 import neuron_push.vllm.scheduler as scheduler_module
 from neuron_push.commands import Receive, decode, unpack_ids
 from tests.stack.device import HEADS, WIDTH, Golden, Stream, Work
+from tests.stack.shape import Shape, config_for
 from tests.stack.wire import MemoryListener
 from tests.stack.worker import Worker
-from tests.vllm.kit import LAYERS, engine_config
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What an engine is."""
-
-    role: str = "kv_both"
-    ranks: int = 1
-    blocks: int = 40
-    block: int = 16
-    tokens: int = 64  # computed in one step at most
-    overlapping: bool = False  # asynchronous scheduling
-    policy: str = "fail"
-    order: str = "HND"
-    late_hooks: bool = False  # steps that compute nothing call no hook at their end
-    settings: tuple[tuple[str, Any], ...] = ()
-
-
-@cache
-def _config(shape: Shape) -> Any:
-    """vLLM's configuration, which takes a while to make."""
-    config = engine_config(
-        role=shape.role, policy=shape.policy, tensor=shape.ranks, tokens=shape.tokens,
-        block=shape.block, model_len=1024,
-    )  # fmt: skip
-    config.scheduler_config.async_scheduling = shape.overlapping
-    config.cache_config.num_gpu_blocks = shape.blocks
-    register_all_kvcache_specs(config)
-    init_none_hash(sha256)
-    return config
-
-
-def _config_for(shape: Shape, name: str, settings: dict[str, Any]) -> Any:
-    config = copy.copy(_config(shape))
-    transfer = config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-    transfer.engine_id = name
-    transfer.kv_connector_extra_config = {
-        **settings, **dict(shape.settings), "side_channel_host": name, "side_channel_port": 5600,
-    }  # fmt: skip
-    return config
+from tests.vllm.kit import LAYERS
 
 
 @dataclass(eq=False)
@@ -118,7 +76,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         shape, world = self.shape, self.world
-        config = _config_for(shape, self.name, world.settings)
+        config = config_for(shape, self.name, world.settings)
         spec = FullAttentionSpec(
             block_size=shape.block, num_kv_heads=HEADS // shape.ranks, head_size=WIDTH,
             dtype=config.model_config.dtype,

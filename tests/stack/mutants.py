@@ -47,8 +47,8 @@ def decode_before_all_has_landed(patch):
 def skip_the_fence(patch):
     """What a step computes is sent when the step is launched."""
 
-    def submit(self, commands, fence=None, original=TransferThread.submit):
-        original(self, commands)
+    def submit(self, commands, fence=None, *, original=TransferThread.submit, **how):
+        original(self, commands, **how)
 
     patch.setattr(TransferThread, "submit", submit)
 
@@ -66,21 +66,21 @@ def keep_pins_for_ever(patch):
 # The trouble that each defect needs, and a seed from which on it is noticed soon.
 MUTANTS = {
     skip_the_fence: ("healthy", 0),
-    settle_a_prefix_hit_early: ("crowds", 0),
+    settle_a_prefix_hit_early: ("crowds", 7),
     decode_before_all_has_landed: ("losses", 2),
     keep_pins_for_ever: ("healthy", 0),
-    take_no_references: ("small pools", 0),
-    worlds.free_when_the_link_is_lost: ("quarrels", 0),
-    worlds.cancelled_before_the_drain: ("losses", 2),
-    worlds.decode_without_confirmation: ("pull, freezes", 24),
-    worlds.lend_what_may_go: ("pull", 1),
-    worlds.count_instead_of_sets: ("losses", 27),
-    worlds.revive_ended_attempts: ("losses", 26),
-    worlds.free_on_timeout: ("quarrels", 41),
+    take_no_references: ("small pools", 2),
+    worlds.free_when_the_link_is_lost: ("quarrels", 1),
+    worlds.cancelled_before_the_drain: ("losses", 3),
+    worlds.decode_without_confirmation: ("pull, freezes", 57),
+    worlds.lend_what_may_go: ("pull", 11),
+    worlds.count_instead_of_sets: ("losses", 31),
+    worlds.revive_ended_attempts: ("losses", 39),
+    worlds.free_on_timeout: ("quarrels", 42),
 }  # fmt: skip
 
 
-def hunt(mutant, profile: str, first: int, patch, seeds: int = 40) -> str:
+def hunt(mutant, profile: str, first: int, patch, seeds: int = 100) -> str:
     """The seed and complaint of the first world that notices a defect; empty if none does."""
     mutant(patch)
     for seed in range(first, first + seeds):

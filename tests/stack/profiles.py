@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.stack.engine import Shape
 from tests.stack.fabric import Weather
+from tests.stack.shape import Shape
 from tests.stack.world import Profile
 
 P, D, BOTH = Shape("kv_producer"), Shape("kv_consumer"), Shape("kv_both")

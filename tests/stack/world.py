@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -31,9 +30,11 @@ from neuron_push.router.settings import Settings
 from tests.stack.clients import Client
 from tests.stack.clock import Clock, Violation, VirtualLoop
 from tests.stack.device import Golden
-from tests.stack.engine import Engine, Shape
+from tests.stack.engine import Engine
 from tests.stack.fabric import StormyFabric, Weather
 from tests.stack.http import Doors, Session
+from tests.stack.leftovers import leftovers
+from tests.stack.shape import Shape
 from tests.stack.wire import Wire
 
 SETTINGS = {
@@ -282,46 +283,11 @@ class World:
             engine.thaw(now=True)
 
     def _over(self) -> bool:
-        return next(self.leftovers(), None) is None
-
-    def leftovers(self) -> Iterator[tuple[object, str, object]]:
-        """What is not over yet: (whose, which, what)."""
-        for client in self.people:
-            if not client.ended:
-                yield client, "waits", ""
-        for engine in self.engines.values():
-            if not engine.up:
-                yield engine, "is down", ""
-        for engine in self.engines.values():
-            yield from self._left_at(engine)
-        for place in self.router.fleet.engines:
-            if place.in_flight or place._promised or place.moving:
-                yield f"router: {place.name}", "in flight", (place.in_flight, place._promised)
-
-    def _left_at(self, engine: Engine) -> Iterator[tuple[object, str, object]]:
-        half, used = engine.half, engine.free_at_start - engine.pool.get_num_free_blocks()
-        found = {
-            "blocks in use": used, "requests": engine.scheduler.requests,
-            "pins": half._pins._pins, "running prefills": half._prefills.running,
-            "waiting decodes": half._decodes._waiting, "steps": engine._batches,
-        }  # fmt: skip
-        yield from ((engine, name, what) for name, what in found.items() if what)
-        for worker in engine.workers:
-            core = worker.thread._core
-            found = {
-                "attempts": core.consumer.attempts, "sendings": core.producer.sendings,
-                "sources": list(core.producer.sources), "writes": core.producer.writes,
-                "reads": core.consumer.reads, "loans": core.producer.loans,
-                "sessions": [link for link in core.links if link.sessions],
-                "rotation": core.generations.pending,
-                "generations": len(worker.thread.driver._agents._transports) - 1,
-                "slabs": core._context.slabs.used,
-            }  # fmt: skip
-            yield from ((worker, name, what) for name, what in found.items() if what)
+        return next(leftovers(self), None) is None
 
     def _judge(self) -> None:
         check = self.clock.check
-        left = [f"{whose}: {which} {what}" for whose, which, what in self.leftovers()]
+        left = [f"{whose}: {which} {what}" for whose, which, what in leftovers(self)]
         check(not left, "not over: " + "; ".join(left)[:1500])
         for error in self.broken:
             raise error
