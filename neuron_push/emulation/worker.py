@@ -192,9 +192,11 @@ def _refuse(config: VllmConfig) -> None:
 
 
 def _streams_layers(config: VllmConfig) -> bool:
-    """Whether anybody looks before a step has ended."""
+    """Whether anybody looks before a step has ended: nobody does on an engine that only decodes."""
     transfer = config.kv_transfer_config
-    return transfer is not None and transfer.get_from_extra_config("streaming", "") == "layer"
+    if transfer is None or transfer.kv_role == "kv_consumer":
+        return False
+    return bool(transfer.get_from_extra_config("streaming", "") == "layer")
 
 
 def _name(config: VllmConfig) -> str:
