@@ -100,17 +100,17 @@ class Oracle:
             if not shape.state:
                 self._fill_group(number, slots.positions, slots.blocks[number], keys)
 
-    def fill_layer(self, slots: Slots, layer: int) -> None:
-        """Write one layer of whole slots, `layer` counted from the rank's first."""
+    def fill_layers(self, slots: Slots, start: int, stop: int) -> None:
+        """Write some layers of whole slots, counted from the rank's first."""
         keys = self.keys(slots).view(np.int64)
         for number, shape in enumerate(self._cache.shapes):
-            if shape.state or layer >= len(shape.layers):
+            if shape.state or start >= len(shape.layers):
                 continue
             for view in self._cache.views[number]:
                 own = replace(
                     view,
-                    tensor=view.tensor[:, :, layer : layer + 1],
-                    base=view.base[layer : layer + 1],
+                    tensor=view.tensor[:, :, start:stop],
+                    base=view.base[start:stop],
                 )
                 where = _where(shape, slots.positions, slots.blocks[number])
                 own.tensor[where] = _expected(own, torch.from_numpy(keys))

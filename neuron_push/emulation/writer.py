@@ -190,11 +190,13 @@ class Writer:
         """The step's bytes, at once or layer after layer over its time."""
         if not self._layers:
             self._oracle.fill(slots)
-        for layer in range(self._layers):
-            share = (layer + 1) / self._layers
+        # In at most 16 goes: each costs as much as what it writes.
+        for start in range(0, self._layers, size := -(-self._layers // 16) or 1):
+            stop = min(start + size, self._layers)
+            share = stop / self._layers
             self._clock.sleep_until(begin + share * (end - begin) - self._pace * len(slots))
-            self._oracle.fill_layer(slots, layer)
-            step.filled = layer + 1
+            self._oracle.fill_layers(slots, start, stop)
+            step.filled = stop
 
     # ------------------------------------------------------------------ reading
 

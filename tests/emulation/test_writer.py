@@ -45,13 +45,13 @@ def test_layers_are_written_one_after_the_other_and_each_has_its_fence():
     for step.layer in range(kit.LAYERS):
         fences.append(engine.writer.fence())
     step.layer = None
-    fill = engine.writer._oracle.fill_layer
+    fill = engine.writer._oracle.fill_layers
 
-    def look(slots, layer):
+    def look(slots, start, stop):
         seen.append(([fence.done() for fence in fences], end.done(), engine.clock.now()))
-        fill(slots, layer)
+        fill(slots, start, stop)
 
-    engine.writer._oracle.fill_layer = look
+    engine.writer._oracle.fill_layers = look
     engine.work()
     assert [done for done, _, _ in seen] == [
         [False, False, False], [True, False, False], [True, True, False]
