@@ -21,9 +21,10 @@ from neuron_push import backends
 from neuron_push.backends import Attention
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Plane
+from neuron_push.hostmover import HostMover
 from neuron_push.layouts import Place, View
 from neuron_push.tensors import MemoryType, Tensor, whole_allocation
-from neuron_push.transform import HostMover, Mover
+from neuron_push.transform import Mover
 
 __all__ = [
     "NO_VARIABLES",

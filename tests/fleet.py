@@ -6,8 +6,8 @@ import numpy as np
 
 from neuron_push import layouts
 from neuron_push.geometry import Geometry, Group, Region
+from neuron_push.hostmover import HostMover
 from neuron_push.plan import Ask, Blocks, assign, bind, pair
-from neuron_push.transform import HostMover
 from tests import oracle
 
 ELEMENT = 4

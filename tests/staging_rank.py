@@ -62,13 +62,13 @@ class _Commands:
 
         from neuron_push.config import Config
         from neuron_push.geometry import Region
+        from neuron_push.hostmover import HostMover
         from neuron_push.nixl import factory
         from neuron_push.plan import ways
         from neuron_push.protocol import EngineInfo, Slabs
         from neuron_push.rendezvous import Identity
         from neuron_push.sidechannel import Listener
         from neuron_push.transfer import TransferThread
-        from neuron_push.transform import HostMover
         from tests import fleet, oracle
         from tests.rendezvous.shapes import SEMANTICS
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from neuron_push.errors import ConfigError
-from neuron_push.transform import HostMover, Rows
+from neuron_push.hostmover import HostMover
+from neuron_push.transform import Rows
 from tests.devices import machine, torch_cuda
 from tests.devices.tensors import FakeTensor
 

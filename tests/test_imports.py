@@ -35,6 +35,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "protocol",
             "commands",
             "prompts",
+            "hostmover",
+            "machinecode",
             "transform",
             "accelerator",
             "processes",

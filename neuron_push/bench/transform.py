@@ -22,9 +22,9 @@ import numpy as np
 
 from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Group, Plane, Region
+from neuron_push.hostmover import HostMover, load_machine_code
 from neuron_push.layouts import Place, View, interleaved, split_first
 from neuron_push.plan import Ask, Blocks, StagedPlan, staged
-from neuron_push.transform import HostMover
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -58,6 +58,9 @@ def main(args: argparse.Namespace) -> int:
 def run(json: bool, *, tokens: int, repeat: int, slab: int) -> dict[str, Any]:
     """Measure, print and return the report; times are in milliseconds, the best of all rounds."""
     cases = {}
+    machine_code = load_machine_code()
+    if not (machine_code or json):
+        print("Without Numba: NumPy alone copies.")
     ways: tuple[tuple[str, str, Literal["packed", "unpacked"]], ...] = (
         ("neuron", "interleaved", "packed"),
         ("neuron", "interleaved", "unpacked"),
@@ -73,7 +76,8 @@ def run(json: bool, *, tokens: int, repeat: int, slab: int) -> dict[str, Any]:
     report = {
         "bench": "transform",
         "config": {"layers": LAYERS, "head_size": CHANNELS, "element_bytes": ELEMENT,
-                   "tokens": tokens, "slab_bytes": slab, "repeat": repeat},
+                   "tokens": tokens, "slab_bytes": slab, "repeat": repeat,
+                   "machine_code": machine_code},
         "cases": cases,
     }  # fmt: skip
     if json:

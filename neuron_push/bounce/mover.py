@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from neuron_push.bounce.copies import HostCopies
-from neuron_push.transform import HostMover, Ints, Moved, Rows
+from neuron_push.hostmover import HostMover
+from neuron_push.transform import Ints, Moved, Rows
 
 __all__ = ["StagedMover"]
 
