@@ -132,10 +132,11 @@ def test_the_tracers_tables_are_bounded(monkeypatch):
 def test_the_scheduler_half_adds_when_requests_arrive_and_run():
     pytest.importorskip("vllm")
     from neuron_push.vllm.moments import Moments
+    from neuron_push.vllm.params import PrefillLeg
 
     moments = Moments(Ring(100, "P"))
-    moments.arrived("r1", "T", "prefill")
-    moments.arrived("r2", "", "decode")
+    moments.arrived("r1", PrefillLeg("T"))
+    moments.arrived("r2", PrefillLeg(""))
     moments.step({"other": 3})
     moments.step({"r1": 5, "r2": 1})
     moments.step({"r1": 5})
