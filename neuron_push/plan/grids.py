@@ -82,7 +82,7 @@ def grids_of(
     page of the image and of the layout, `slab` the address of image page 0, and `nbytes` what all
     move together.
     """
-    walks = [fold(list(_chunks(bundle, images, span, pages, sizes))) for bundle in bundles]
+    walks = [_stepping(*_chunks(bundle, images, span, pages, sizes)) for bundle in bundles]
     count = sum(len(each) * len(one.lanes) for each, one in zip(walks, bundles, strict=True))
     if count * LEAST_GRID > nbytes:
         return ()
@@ -98,16 +98,25 @@ def grids_of(
     return tuple(grid.turned() if pack else grid for grid in grids)
 
 
+def _stepping(image: Ints, layout: Ints) -> list[Lattice]:
+    """`fold` of these places; blocks that all follow each other take no look at each."""
+    steps = [np.diff(places) for places in (image, layout)]
+    if len(image) > 1 and all((step == step[0]).all() for step in steps):
+        axis = Axis(len(image), int(steps[0][0]), int(steps[1][0]))
+        return [Lattice(int(image[0]), int(layout[0]), (axis,))]
+    places = zip(image.tolist(), layout.tolist(), strict=True)
+    return fold([Lattice(*place, ()) for place in places])
+
+
 def _chunks(
     bundle: Bundle, images: Ints, span: tuple[int, int], pages: tuple[Ints, int],
     sizes: tuple[int, int],
-) -> Iterator[Lattice]:  # fmt: skip
-    """What page and chunk add to the place of a lane, in token order."""
+) -> tuple[Ints, Ints]:  # fmt: skip
+    """What page and chunk add to the place of a lane, in token order: of the image, the layout."""
     inside = np.arange(span[0], span[1], bundle.step, dtype=np.int64)
     tokens = (images[:, None] * sizes[0] + inside).ravel()
     index, within = np.divmod(tokens, sizes[1])
     numbers, first = pages
     layout = numbers[index - first] * bundle.layout_page + within * bundle.layout_token
     image = images[:, None] * bundle.image_page + inside * bundle.image_token
-    for pair in zip(image.ravel().tolist(), layout.tolist(), strict=True):
-        yield Lattice(*pair, ())
+    return image.ravel(), layout

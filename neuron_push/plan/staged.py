@@ -47,6 +47,7 @@ class Stage:
     unpacking: Rearrangement | None  # into decode's pages
     offset: int
     pages: int  # that the slab has room for
+    whole: bool  # whether a page of the image cannot be cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +122,7 @@ class StagedPlan:
         stage = self.stages[group]
         if stage is None:
             return self.wire.start_granularity(group)
-        if any(plane.interior for plane in stage.image.planes):
+        if stage.whole:
             return stage.image.page_tokens
         # What lands in a slab before the range is not looked at.
         return self.wire.start_granularity(group) if self.way == "packed" else 1

@@ -113,7 +113,8 @@ def _stages(
         packing, unpacking = (
             Rearrangement(own, own.groups[index], image, pages) if own else None for own in sides
         )
-        stages.append(Stage(image, packing, unpacking, offset, pages))
+        whole = any(plane.interior for plane in image.planes)
+        stages.append(Stage(image, packing, unpacking, offset, pages, whole))
         offset += pages * image.page_bytes
     return tuple(stages)
 
