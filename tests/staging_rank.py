@@ -62,7 +62,7 @@ class _Commands:
 
         from neuron_push.config import Config
         from neuron_push.geometry import Region
-        from neuron_push.hostmover import HostMover
+        from neuron_push.hostmover import HostMover, load_machine_code
         from neuron_push.nixl import factory
         from neuron_push.plan import ways
         from neuron_push.protocol import EngineInfo, Slabs
@@ -84,6 +84,7 @@ class _Commands:
             memory = Slabs(Region(base, slabs * slab_bytes, "DRAM", 0), slab_bytes, True)
             opens, mover = staged.transports(opens, slabs, slab_bytes), staged.mover
         elif slabs:
+            load_machine_code()  # its compiler takes 100 MiB, which are no staging memory
             self.staging = np.full(slabs * slab_bytes, 0x5A, np.uint8)
             region = Region(self.staging.ctypes.data, self.staging.nbytes, "DRAM", 0)
             memory = Slabs(region, slab_bytes)
