@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from neuron_push.transform import Grid, Ints, Moved, Rows
+from neuron_push.transform import Grid, InPlace, Ints, Moved, Rows
 
 __all__ = ["HostMover", "load_machine_code"]
 
@@ -22,11 +22,6 @@ logger = logging.getLogger(__name__)
 
 # Rows gathered at once when neither side is dense: bounds the temporary copy to the CPU's cache.
 BATCH_BYTES: Final = 1 << 20
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
 
 
 class _MachineCode:
@@ -87,7 +82,7 @@ class HostMover:
                     _copy_grid(grid)
             if part.count and not part.grids:
                 _copy(part)
-        return _Done()
+        return InPlace()
 
 
 def _copy(rows: Rows) -> None:

@@ -8,14 +8,9 @@ import numpy as np
 
 from neuron_push.bounce.copies import HostCopies
 from neuron_push.hostmover import HostMover
-from neuron_push.transform import Ints, Moved, Rows
+from neuron_push.transform import InPlace, Ints, Moved, Rows
 
 __all__ = ["StagedMover"]
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
 
 
 class StagedMover:
@@ -36,7 +31,7 @@ class StagedMover:
         for part in rows:
             if part.count:
                 self._move(part)
-        return _Done()
+        return InPlace()
 
     def _move(self, rows: Rows) -> None:
         source, destination = _each(rows.source, rows), _each(rows.destination, rows)

@@ -26,14 +26,15 @@ GROWN = {"rss_kib": 48 << 10, "threads": 2, "descriptors": 16}
 
 @pytest.fixture
 def pair(stage):
-    """A live pair with an unfinished transfer, and how it was before."""
+    """A live pair with a stream of transfers, how it was before, and a foe that did nothing yet."""
     scene = stage(silence=1.5, alive_interval=0.25, limits=Limits(registrations=MOST))
     p, d = scene.child("P", "producer"), scene.rank("D", "consumer")
     transfer(scene, p, d, "before")
     scene.stream(p, d)
     d.paint(FREE)
     p.call("paint", HIT)
-    return scene, p, d
+    before = {"D": d.state(), "P": p.call("state")}
+    return scene, p, d, before, Attacker(scene._stack, scene)
 
 
 def attempts_of(d):
@@ -43,9 +44,7 @@ def attempts_of(d):
 
 
 def test_who_lies_on_both_channels_harms_nobody_else(pair, caplog):
-    scene, p, d = pair
-    before = {"D": d.state(), "P": p.call("state")}
-    foe = Attacker(scene._stack, scene)
+    scene, p, d, before, foe = pair
     foe.tell("serve", d.address)
     bait = d.want("bait", BAIT, foe.address)
     assert foe.hear().startswith("D/0/")
@@ -79,9 +78,7 @@ def test_who_lies_on_both_channels_harms_nobody_else(pair, caplog):
 
 
 def test_who_floods_is_held_to_the_limits_and_slows_nobody_for_good(pair):
-    scene, p, d = pair
-    before = {"D": d.state(), "P": p.call("state")}
-    foe = Attacker(scene._stack, scene)
+    scene, p, d, before, foe = pair
     foe.call("greet", p.address)
     done = scene.streams[0].done
     for number in range(ROUNDS):
@@ -98,9 +95,7 @@ def test_who_floods_is_held_to_the_limits_and_slows_nobody_for_good(pair):
 
 
 def test_who_asks_for_a_prompt_into_memory_that_it_does_not_have_gets_nothing(pair):
-    scene, p, d = pair
-    before = {"D": d.state(), "P": p.call("state")}
-    foe = Attacker(scene._stack, scene)
+    scene, p, d, before, foe = pair
     foe.call("greet", p.address)
     decoy = p.call("offer", "decoy", DECOY, 5)
     foe.call("covet", 2, "decoy", 16)
