@@ -31,7 +31,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     side_channel_port: Port = 5600
     """TCP port of the engine's listener. Default: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600; the
-    data-parallel rank is added. Worker ranks take free ports and announce them."""
+    data-parallel rank is added. Worker ranks take free ports and announce them. None of
+    net.ipv4.ip_local_port_range: outgoing connections take those, also during a restart."""
 
     side_channel_keys: str = ""
     """Key file of the side channel; peers without one of its keys are turned away, and everything

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from neuron_push.processes import HOST, Server, free_ports
+from neuron_push.ports import HOST, free_ports
+from neuron_push.processes import Server
 
 MODULE: Final = "vllm.entrypoints.openai.api_server"
 CONNECTOR: Final = {

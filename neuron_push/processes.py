@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -22,8 +21,8 @@ from types import FrameType, TracebackType
 from typing import IO, Final, Self
 
 from neuron_push.errors import NeuronPushError
+from neuron_push.ports import HOST
 
-HOST: Final = "127.0.0.1"
 # A cold start of vLLM on two busy cores takes about a minute.
 START_TIMEOUT: Final = 300.0
 # vLLM ends in two to five seconds after SIGTERM.
@@ -35,18 +34,6 @@ Progress = Callable[[str], None]
 
 class ServerFailed(NeuronPushError):
     """A server ended, or did not become ready in time; the text ends with its log's tail."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on at the moment, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 class Server:

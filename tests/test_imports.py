@@ -39,6 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "machinecode",
             "transform",
             "accelerator",
+            "ports",
             "processes",
             "tracing",
         }

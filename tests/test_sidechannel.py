@@ -20,6 +20,7 @@ from neuron_push.errors import (
 )
 from neuron_push.geometry import Geometry, Semantics
 from neuron_push.limits import LIMITS
+from neuron_push.ports import free_ports
 from neuron_push.protocol import (
     VERSION,
     Address,
@@ -118,11 +119,6 @@ def silent_port():
         yield listening.getsockname()[1]
 
 
-def free_port():
-    with socket.create_server((HOST, 0)) as listening:
-        return listening.getsockname()[1]
-
-
 # --- server --------------------------------------------------------------------------------
 
 
@@ -187,9 +183,22 @@ def test_an_answer_over_the_limit_is_our_own_mistake(server, client):
         put(client, server.address, large, key="other")
 
 
-def test_a_taken_port_is_a_configuration_error(server):
-    with pytest.raises(ConfigError, match="taken; choose another side_channel_port"):
-        Server(HOST, server.address.port)
+def test_a_taken_port_is_a_configuration_error():
+    (port,) = free_ports(1)
+    server = Server(HOST, port)
+    with pytest.raises(ConfigError, match=r"taken; choose another side_channel_port$"):
+        Server(HOST, port)
+    server.close()
+
+
+def test_a_port_that_an_outgoing_connection_has_is_explained(silent_port, monkeypatch):
+    with socket.create_connection((HOST, silent_port)) as outgoing:
+        port = outgoing.getsockname()[1]
+        lent = range(port - 5, port + 6)
+        monkeypatch.setattr("neuron_push.ports.ephemeral", lambda: lent)
+        expected = f"taken; .* none of {port - 5} to {port + 5}: outgoing connections"
+        with pytest.raises(ConfigError, match=expected):
+            Server(HOST, port)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
@@ -206,10 +215,9 @@ def test_a_host_name_may_be_given():
 
 
 def test_a_server_may_be_restarted_on_its_port(client):
-    address = Address(HOST, 0)
+    address = Address(HOST, *free_ports(1))
     for _ in range(3):
         server = Server(HOST, address.port)
-        address = server.address
         put(client, address)
         assert answer_of(client, lambda s=server: [r.answer(WELCOME) for r in s.poll()]) == WELCOME
         server.close()
@@ -266,7 +274,7 @@ def test_a_server_that_never_answers_ends_at_the_deadline(server):
 
 def test_a_port_where_nobody_listens_is_noticed_at_once(client):
     start = time.monotonic()
-    put(client, Address(HOST, free_port()), timeout=60)
+    put(client, Address(HOST, *free_ports(1)), timeout=60)
     outcome = answer_of(client)
     assert isinstance(outcome, Disconnected) and "refused the connection" in str(outcome)
     assert time.monotonic() - start < 5
@@ -373,7 +381,7 @@ def announce(rank=0, incarnation=1, engine="engine-1", semantics=SEMANTICS):
 
 @pytest.fixture
 def listener():
-    listener = Listener("engine-1", HOST, 0, info)
+    listener = Listener("engine-1", HOST, *free_ports(1), info)
     yield listener
     listener.close()
 
@@ -391,7 +399,7 @@ async def test_asynchronous_questions_fail_as_others_do(silent_port):
     with pytest.raises(TransportError, match="within"):
         await ask_async(Address(HOST, silent_port), Who(), 0.2)
     with pytest.raises(Disconnected):
-        await ask_async(Address(HOST, free_port()), Who(), 5)
+        await ask_async(Address(HOST, *free_ports(1)), Who(), 5)
 
 
 async def test_an_asynchronous_question_may_be_cancelled(silent_port):

@@ -12,6 +12,7 @@ import zmq
 
 from neuron_push import cli
 from neuron_push.errors import ConfigError, Disconnected
+from neuron_push.ports import free_ports
 from neuron_push.protocol import Address, EngineInfo, Who
 from neuron_push.sidechannel import Keyring, Listener, ask, ask_async
 from neuron_push.sidechannel.keys import read
@@ -46,7 +47,7 @@ def listen():
     listeners = []
 
     def make(keys=None):
-        listeners.append(Listener("engine-1", HOST, 0, info, keys=keys))
+        listeners.append(Listener("engine-1", HOST, *free_ports(1), info, keys=keys))
         return listeners[-1]
 
     yield make

@@ -59,8 +59,8 @@ def _measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What each connector costs, in turns: whatever else the machine does meets all of them."""
     with ExitStack() as stack:
         turns = {
-            name: stack.enter_context(Turn(name, place, max(args.sizes)))
-            for place, name in enumerate((NO_OP, OURS, PUSH, PULL))
+            name: stack.enter_context(Turn(name, max(args.sizes)))
+            for name in (NO_OP, OURS, PUSH, PULL)
         }
         found = {name: _parked(turn) for name, turn in turns.items()}
         _case(turns, 1, min(args.sizes), "contiguous")  # handshakes, and first use of everything

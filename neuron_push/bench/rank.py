@@ -33,6 +33,7 @@ from neuron_push.commands import (
 )
 from neuron_push.config import Config
 from neuron_push.geometry import Geometry, Group, Plane, Region, Semantics
+from neuron_push.ports import HOST, free_ports
 from neuron_push.protocol import Address, EngineInfo, Match
 from neuron_push.rendezvous import Identity
 from neuron_push.sidechannel import Keyring, Listener
@@ -99,7 +100,8 @@ class Rank:
         me = Identity(engine, 0, secrets.randbits(31), _semantics(self.shape), self._geometry())
         info = EngineInfo(engine, 1, role, 1, 1, 1, 0, ("push",), me.semantics, ())
         ring = Keyring.of(config.side_channel_keys)
-        self.listener = Listener(engine, "127.0.0.1", port, lambda: info, keys=ring)
+        port = port or free_ports(1)[0]  # one that it may be started on again
+        self.listener = Listener(engine, HOST, port, lambda: info, keys=ring)
         self.thread = TransferThread(config, me, Trapping(self.trap), self.listener.address)
         try:
             self.thread.start()

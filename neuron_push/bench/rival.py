@@ -18,6 +18,7 @@ from neuron_push.bench.pair import OURS, PUSH, ahead
 from neuron_push.bench.seat import CHUNK_BLOCKS, Recipe, Seat
 from neuron_push.bench.shells import BLOCK, model_folder
 from neuron_push.errors import NeuronPushError
+from neuron_push.ports import free_ports
 
 __all__ = ["CASES", "CONNECTORS", "run", "table"]
 
@@ -27,7 +28,6 @@ TOKENS: Final = 2 * CHUNK_BLOCKS * BLOCK
 WARM_UP: Final = 90.0
 Figures = dict[str, float | None]  # seconds; None: not within the wait
 
-_ports = itertools.count(18_100, 20)
 _numbers = itertools.count(1)
 
 
@@ -119,7 +119,7 @@ class Duel:
         self.decode.call("add", name, prompt, ahead(self.connector, *place, name, transfer))
 
     def _seat(self, role: str, letter: str) -> Seat:
-        port = next(_ports)
+        (port,) = free_ports(1)
         recipe = Recipe(self.connector, role, f"{letter}{port}", port, self.policy, model_folder())
         seat = Seat(recipe)
         self.stack.callback(seat.kill)

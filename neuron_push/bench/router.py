@@ -24,7 +24,8 @@ from typing import Any, Final
 from neuron_push.bench.fakes import JSON_ANSWER, STREAM_ANSWER, MockEngine, Tally, load
 from neuron_push.errors import ConfigError
 from neuron_push.geometry import Geometry, Semantics
-from neuron_push.processes import HOST, Server, ServerFailed, free_ports
+from neuron_push.ports import HOST, free_ports
+from neuron_push.processes import Server, ServerFailed
 from neuron_push.protocol import Address, Announce, EngineInfo, RankInfo
 from neuron_push.sidechannel import Listener, ask
 

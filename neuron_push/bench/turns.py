@@ -20,6 +20,7 @@ from tempfile import TemporaryFile
 from typing import Any, Final, Self
 
 from neuron_push.bench.pair import Pair
+from neuron_push.ports import free_ports
 
 __all__ = ["IN_A_TURN", "Turn", "child"]
 
@@ -30,13 +31,13 @@ ANSWER: Final = "answer: "
 class Turn:
     """A process with one connector, stopped but for its turns."""
 
-    def __init__(self, name: str, place: int, tokens: int) -> None:
+    def __init__(self, name: str, tokens: int) -> None:
         code = "from neuron_push.bench.turns import child; child()"
         environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "NIXL_LOG_LEVEL": "ERROR"}
         self.error: list[str] = []
         self._errors = TemporaryFile("w+")  # noqa: SIM115  closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, name, str(17_710 + 40 * place), str(tokens)],
+            [sys.executable, "-c", code, name, str(tokens)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env=environment,
         )  # fmt: skip
@@ -75,13 +76,13 @@ class Turn:
 class _Child:
     """What a turn may ask for."""
 
-    def __init__(self, name: str, port: int, tokens: int) -> None:
+    def __init__(self, name: str, tokens: int) -> None:
         from neuron_push.bench import rig, shells
 
         shells.prepare()
-        blocks = 2 * tokens // shells.BLOCK + 64
-        prefill = rig.Side(name, "kv_producer", blocks, port)
-        decode = rig.Side(name, "kv_consumer", blocks, port + 20)
+        blocks, ports = 2 * tokens // shells.BLOCK + 64, free_ports(2)
+        prefill = rig.Side(name, "kv_producer", blocks, ports[0])
+        decode = rig.Side(name, "kv_consumer", blocks, ports[1])
         self._sides = prefill, decode
         self._pair = Pair(name, prefill, decode)
         self._arrangement = "contiguous"
@@ -107,8 +108,8 @@ class _Child:
 
 def child() -> None:
     """Entry of the process that measures one connector."""
-    name, port, tokens = sys.argv[1:]
-    here = _Child(name, int(port), int(tokens))
+    name, tokens = sys.argv[1:]
+    here = _Child(name, int(tokens))
     print(f"{ANSWER}null", flush=True)
     for line in sys.stdin:
         method, *arguments = json.loads(line)

@@ -20,7 +20,8 @@ from neuron_push.demo.load import complete_all, random_prompts
 from neuron_push.demo.report import Expectation, Moved, Result, Samples
 from neuron_push.engines import Engine, EngineOptions, connector, cpu_share
 from neuron_push.errors import ConfigError
-from neuron_push.processes import HOST, Server, free_ports
+from neuron_push.ports import HOST, free_ports
+from neuron_push.processes import Server
 
 BLOCK: Final = 32
 MODEL: Final = "tiny"

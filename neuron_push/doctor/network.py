@@ -10,6 +10,7 @@ from typing import Final
 from neuron_push.doctor.finding import Finding, error, note, ok, warning
 from neuron_push.doctor.machine import Machine
 from neuron_push.errors import NeuronPushError
+from neuron_push.ports import ephemeral
 from neuron_push.protocol import Address, EngineInfo, SideChannelMessage, Who
 from neuron_push.sidechannel import ask
 
@@ -80,6 +81,16 @@ def ports(machine: Machine, address: Address, ranks: int, asking: Ask = ask) -> 
             "the engine does not start",
             f"set {_PORT} (data-parallel ranks count up from it), or find the process with "
             "`ss -ltnp`",
+        )
+        return
+    lent = ephemeral(machine.text("/proc/sys/net/ipv4/ip_local_port_range"))
+    if lost := sorted(set(range(address.port, address.port + ranks)) & set(lent)):
+        yield warning(
+            "network.port",
+            f"port {', '.join(map(str, lost))} may go to an outgoing connection",
+            f"those take any of {lent[0]} to {lent[-1]}, so an engine may find its port taken when "
+            "it is restarted",
+            f"set {_PORT} to one that is none of these",
         )
     elif ranks:
         last = address.port + ranks - 1

@@ -29,7 +29,8 @@ from neuron_push.emulation.options import DeviceName, Options, Runner, encode
 from neuron_push.emulation.relay import Relay
 from neuron_push.engines import CONNECTOR, EngineOptions
 from neuron_push.errors import ConfigError
-from neuron_push.processes import HOST, Server, free_ports
+from neuron_push.ports import HOST, free_ports
+from neuron_push.processes import Server
 
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=1, le=65_535)]

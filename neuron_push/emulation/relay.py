@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from neuron_push.emulation.network import Place
-from neuron_push.processes import HOST
+from neuron_push.ports import HOST
 
 _NAMESPACES: Final = Path("/run/netns")
 _NETWORK: Final = 0x40000000  # CLONE_NEWNET

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import zmq
 
+from neuron_push import ports
 from neuron_push.errors import ConfigError, TransportError
 from neuron_push.protocol import Address, clip
 
@@ -59,7 +60,7 @@ def bind(router: zmq.Socket[bytes], host: str, port: int) -> tuple[int, str]:
         router.bind(f"tcp://{shown}:{port or '*'}")
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
-            hint = "the port is taken; choose another side_channel_port"
+            hint = "the port is taken; choose another side_channel_port" + _lent(port)
         else:
             hint = f"not an address of this machine ({error}); set side_channel_host"
         raise ConfigError(f"{where}: {hint}") from error
@@ -67,3 +68,11 @@ def bind(router: zmq.Socket[bytes], host: str, port: int) -> tuple[int, str]:
     assert isinstance(endpoint, bytes)
     bound = endpoint.rstrip(b"\0").decode()
     return int(bound.rpartition(":")[2]), bound
+
+
+def _lent(port: int) -> str:
+    """What to add where it may be an outgoing connection that has the port."""
+    lent = ports.ephemeral()
+    if port not in lent:
+        return ""
+    return f", none of {lent[0]} to {lent[-1]}: outgoing connections of this machine take those"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_push.processes import free_ports
+from neuron_push.ports import free_ports
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "deploy/scripts"
 VLLM = """#!{python}

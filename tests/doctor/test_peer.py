@@ -223,6 +223,14 @@ class TestPorts:
         seen = self.check(tmp_path, {5602: errno.EADDRINUSE}, 4)
         assert (seen["network.port"].level, "5602" in seen["network.port"].seen) == ("error", True)
 
+    def test_one_that_outgoing_connections_take_is_a_warning(self, tmp_path):
+        kernel = tmp_path / "proc/sys/net/ipv4/ip_local_port_range"
+        kernel.parent.mkdir(parents=True)
+        kernel.write_text("5603\t60999\n")
+        assert self.check(tmp_path, {}, 3)["network.port"].level == "ok"
+        seen = self.check(tmp_path, {}, 5)["network.port"]
+        assert seen.level == "warning" and seen.seen.startswith("port 5603, 5604 may go")
+
     def test_an_engine_of_ours_may_hold_it(self, tmp_path):
         here = FakeMachine(tmp_path, {}, bound={5600: errno.EADDRINUSE})
         seen = levels(network.ports(here, Address("me", 5600), 1, lambda *arguments: prefill()))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from neuron_push.errors import TransportError
-from neuron_push.processes import free_ports
+from neuron_push.ports import free_ports
 from neuron_push.protocol import VERSION, Address, EngineInfo, Who, encode
 from neuron_push.sidechannel import ask, ask_async
 from tests.e2e.fleet import Fleet, prompt

@@ -12,7 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from neuron_push.processes import Server, free_ports
+from neuron_push.ports import free_ports
+from neuron_push.processes import Server
 from tests.e2e.fleet import MODEL, Fleet
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ import pytest
 
 from neuron_push.demo.report import Samples
 from neuron_push.emulation import network, pattern
-from neuron_push.processes import free_ports
+from neuron_push.ports import free_ports
 from tests.emulation import kit
 
 pytest.importorskip("vllm")

@@ -19,7 +19,7 @@ import urllib.request
 import pytest
 
 from neuron_push.emulation import pattern
-from neuron_push.processes import free_ports
+from neuron_push.ports import free_ports
 from tests.emulation import kit
 
 PYTHON = os.environ.get("NEURON_PUSH_RAY_PYTHON", sys.executable)

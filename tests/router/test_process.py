@@ -10,7 +10,7 @@ import sys
 import aiohttp
 import pytest
 
-from neuron_push.processes import free_ports
+from neuron_push.ports import free_ports
 from neuron_push.sidechannel import Listener
 from tests.router import fleet
 from tests.router.fleet import STREAM, MockEngine

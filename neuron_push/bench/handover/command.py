@@ -28,7 +28,8 @@ from neuron_push.bench.sweep.command import KV_BYTES, SHIPPED
 from neuron_push.emulation import cost, fleet, models
 from neuron_push.emulation.devices import DEVICES
 from neuron_push.errors import ConfigError
-from neuron_push.processes import Server, free_ports
+from neuron_push.ports import free_ports
+from neuron_push.processes import Server
 from neuron_push.trace.phases import requests
 
 COLUMNS: Final = ("push", "nixl-push", "nixl-pull")

@@ -18,7 +18,8 @@ from neuron_push.bench.sweep.engines import Pair, Template
 from neuron_push.bench.sweep.measure import Moment, Moments, descriptors
 from neuron_push.emulation.fleet import SERVED, EmulatedEngine
 from neuron_push.errors import NeuronPushError
-from neuron_push.processes import HOST, Server
+from neuron_push.ports import HOST
+from neuron_push.processes import Server
 from neuron_push.protocol import Address
 from neuron_push.trace.collect import Track, collect, processes_of
 

@@ -26,7 +26,8 @@ from neuron_push.bench.sweep import engines, proxy, setup
 from neuron_push.bench.sweep.command import SHIPPED
 from neuron_push.emulation import fleet
 from neuron_push.errors import NeuronPushError
-from neuron_push.processes import Server, free_ports
+from neuron_push.ports import free_ports
+from neuron_push.processes import Server
 from neuron_push.trace.collect import Track
 
 # Prompts under way at once: one lands, others are computed.

@@ -24,7 +24,8 @@ from neuron_push.bench.sweep.measure import RunFailed, Sides, Tools, measure, qu
 from neuron_push.bench.sweep.progress import Progress, duration
 from neuron_push.emulation import cost, fleet, models
 from neuron_push.errors import ConfigError
-from neuron_push.processes import HOST, Server, free_ports
+from neuron_push.ports import HOST, free_ports
+from neuron_push.processes import Server
 
 HERE: Final = Path(__file__).parent
 SHIPPED: Final = HERE / "fleet.yaml"

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from neuron_push.bench.sweep.columns import Dispatch
-from neuron_push.processes import HOST
+from neuron_push.ports import HOST
 
 PATIENCE: Final = 300.0
 
