@@ -83,41 +83,60 @@ def _as_tuple(slots):
 
 def clone(thing, memo):
     """A copy that shares only what nobody changes; `memo` starts with {id: object} of that."""
-    if type(thing) in PLAIN or isinstance(thing, ATOMS) or type(thing).__module__.startswith(PLANS):
+    kind = type(thing)
+    if kind in PLAIN:
+        return thing
+    copies = COPIES.get(kind) or COPIES.setdefault(kind, _copies_of(kind))
+    if copies is _same:
         return thing
     known = memo.get(id(thing))
-    if known is not None:
-        return known
-    kind = type(thing)
-    if kind is array:
-        made = memo[id(thing)] = thing[:]
-    elif kind is dict:
-        made = memo[id(thing)] = {}
-        for key, value in thing.items():
-            made[clone(key, memo)] = clone(value, memo)
-    elif kind is list:
-        made = memo[id(thing)] = []
-        made.extend([clone(value, memo) for value in thing])
-    elif kind is tuple:
-        made = tuple([clone(value, memo) for value in thing])
-    elif kind is set:
-        made = memo[id(thing)] = {clone(value, memo) for value in thing}
-    elif kind is deque:
-        made = memo[id(thing)] = deque([clone(value, memo) for value in thing])
-    elif kind is COUNT:
-        made = memo[id(thing)] = copy.copy(thing)
-    elif kind is types.FunctionType:
-        made = _function(thing, memo)
-    elif kind is types.MethodType:
-        made = types.MethodType(thing.__func__, clone(thing.__self__, memo))
-    elif kind is types.CellType:
-        made = memo[id(thing)] = types.CellType()
-        made.cell_contents = clone(thing.cell_contents, memo)
-    else:
-        made = memo[id(thing)] = object.__new__(kind)
-        for name in attributes(thing):
-            if hasattr(thing, name):
-                object.__setattr__(made, name, clone(getattr(thing, name), memo))
+    return copies(thing, memo) if known is None else known
+
+
+def _copies_of(kind):
+    """What copies the instances of a class."""
+    atom = issubclass(kind, ATOMS) or kind.__module__.startswith(PLANS)
+    return _same if atom else _object
+
+
+def _same(thing, memo):
+    return thing
+
+
+def _dict(thing, memo):
+    made = memo[id(thing)] = {}
+    for key, value in thing.items():
+        made[clone(key, memo)] = clone(value, memo)
+    return made
+
+
+def _list(thing, memo):
+    made = memo[id(thing)] = []
+    made.extend([clone(value, memo) for value in thing])
+    return made
+
+
+def _tuple(thing, memo):
+    return tuple([clone(value, memo) for value in thing])
+
+
+def _set(thing, memo):
+    made = memo[id(thing)] = {clone(value, memo) for value in thing}
+    return made
+
+
+def _deque(thing, memo):
+    made = memo[id(thing)] = deque([clone(value, memo) for value in thing])
+    return made
+
+
+def _array(thing, memo):
+    made = memo[id(thing)] = thing[:]
+    return made
+
+
+def _count(thing, memo):
+    made = memo[id(thing)] = copy.copy(thing)
     return made
 
 
@@ -132,6 +151,37 @@ def _function(thing, memo):
     return made
 
 
+def _method(thing, memo):
+    return types.MethodType(thing.__func__, clone(thing.__self__, memo))
+
+
+def _cell(thing, memo):
+    made = memo[id(thing)] = types.CellType()
+    made.cell_contents = clone(thing.cell_contents, memo)
+    return made
+
+
+def _object(thing, memo):
+    made = memo[id(thing)] = object.__new__(type(thing))
+    for name in _slots(type(thing)):
+        if hasattr(thing, name):
+            object.__setattr__(made, name, clone(getattr(thing, name), memo))
+    held = getattr(thing, "__dict__", None)
+    if held:
+        copied = made.__dict__
+        for name, value in held.items():
+            copied[name] = value if type(value) in PLAIN else clone(value, memo)
+    return made
+
+
+# By class, found as they are met.
+COPIES = {
+    dict: _dict, list: _list, tuple: _tuple, set: _set, deque: _deque, array: _array,
+    COUNT: _count, types.FunctionType: _function, types.MethodType: _method,
+    types.CellType: _cell,
+}  # fmt: skip
+
+
 class Key:
     """Makes one machine's key; `now` is its clock, `shared` ids of what never changes."""
 
@@ -140,41 +190,51 @@ class Key:
         self._seen = {}
 
     def of(self, thing):
-        if type(thing) in PLAIN:
+        kind = type(thing)
+        if kind in PLAIN:
             return thing
-        if isinstance(thing, np.ndarray | array):
-            return thing.tobytes()
-        if isinstance(thing, msgspec.Struct):
-            return "shared" if id(thing) in self._shared else _encoder.encode(thing)
-        if isinstance(thing, ATOMS):
-            return thing
+        words = WORDS.get(kind) or WORDS.setdefault(kind, _words_of(kind))
+        return words(self, thing)
+
+    def _atom(self, thing):
+        return thing
+
+    def _bytes(self, thing):
+        return thing.tobytes()
+
+    def _record(self, thing):
+        return "shared" if id(thing) in self._shared else _encoder.encode(thing)
+
+    def _plan(self, thing):
+        """It follows from two geometries."""
+        return "shared" if id(thing) in self._shared else type(thing).__name__
+
+    def _tuple(self, thing):
         if id(thing) in self._shared:
             return "shared"
-        kind = type(thing)
-        if kind is tuple:
-            return tuple([self.of(value) for value in thing])
-        if kind.__module__.startswith(PLANS) and kind is not Blocks:
-            return kind.__name__  # follows from two geometries
-        number = self._seen.get(id(thing))
-        if number is not None:
-            return "again", number
-        self._seen[id(thing)] = len(self._seen)
-        if kind is dict:
-            return tuple([(self.of(key), self.of(value)) for key, value in thing.items()])
-        if kind is list or kind is deque:
-            return tuple([self.of(value) for value in thing])
-        if kind is set:
-            return frozenset([self.of(value) for value in thing])
-        if kind is COUNT:
-            return thing.__reduce__()[1]
-        if kind is types.FunctionType:
-            cells = thing.__closure__ or ()
-            return thing.__qualname__, tuple([self.of(cell.cell_contents) for cell in cells])
-        if kind is types.MethodType:
-            return thing.__func__.__qualname__, self.of(thing.__self__)
-        return self._object(thing, kind.__name__)
+        return tuple([self.of(value) for value in thing])
 
-    def _object(self, thing, name):
+    def _function(self, thing):
+        cells = thing.__closure__ or ()
+        return thing.__qualname__, tuple([self.of(cell.cell_contents) for cell in cells])
+
+    def _method(self, thing):
+        return thing.__func__.__qualname__, self.of(thing.__self__)
+
+    def _dict(self, thing):
+        return tuple([(self.of(key), self.of(value)) for key, value in thing.items()])
+
+    def _list(self, thing):
+        return tuple([self.of(value) for value in thing])
+
+    def _set(self, thing):
+        return frozenset([self.of(value) for value in thing])
+
+    def _count(self, thing):
+        return thing.__reduce__()[1]
+
+    def _object(self, thing):
+        name = type(thing).__name__
         times, measures = TIMES.get(name, NOTHING), MEASURES.get(name, NOTHING)
         counters = COUNTERS.get(name, {})
         held = [name]
@@ -187,9 +247,50 @@ class Key:
             elif attribute in counters:
                 held.append(min(value, counters[attribute]))
             else:
-                held.append(self.of(value))
+                held.append(value if type(value) in PLAIN else self.of(value))
         return tuple(held)
 
     def _time(self, value):
         relative = max(-self._most, min(self._most, value - self._now))
         return round(relative)
+
+
+def _once(words):
+    """Things that may be held in several places: told where first met, numbered from then on."""
+
+    def numbered(self, thing):
+        if id(thing) in self._shared:
+            return "shared"
+        number = self._seen.get(id(thing))
+        if number is not None:
+            return "again", number
+        self._seen[id(thing)] = len(self._seen)
+        return words(self, thing)
+
+    return numbered
+
+
+def _words_of(kind):
+    """What makes the keys of the instances of a class."""
+    if issubclass(kind, np.ndarray | array):
+        return Key._bytes
+    if issubclass(kind, msgspec.Struct):
+        return Key._record
+    if issubclass(kind, ATOMS):
+        return Key._atom
+    if kind.__module__.startswith(PLANS) and kind is not Blocks:
+        return Key._plan
+    return _once(Key._object)
+
+
+# By class, found as they are met.
+WORDS = {
+    tuple: Key._tuple,
+    dict: _once(Key._dict),
+    list: _once(Key._list),
+    deque: _once(Key._list),
+    set: _once(Key._set),
+    COUNT: _once(Key._count),
+    types.FunctionType: _once(Key._function),
+    types.MethodType: _once(Key._method),
+}

@@ -130,6 +130,11 @@ def give_a_slab_back_when_it_is_posted(patch):
     patch.setattr(writes.Writes, "post", post)
 
 
+def pack_over_what_is_on_its_way(patch):
+    """Prefill packs into a slab from which it fills one of decode's that is still to be used."""
+    give_a_slab_back_when_it_is_posted(patch)
+
+
 def use_a_grant_twice(patch):
     """Prefill takes a late copy of a grant for another one."""
 
@@ -166,6 +171,20 @@ def unpack_when_granted(patch):
                 self.arrived(attempt, share, share.link.unpack, message.piece, begin, begin + BLOCK)
 
     patch.setattr(landing.Landings, "on_need", on_need)
+
+
+def unpack_all_that_is_granted(patch):
+    """Decode takes the end of one piece for that of all that it has slabs for."""
+
+    def on_done(self, attempt, share, message, original=landing.Landings.on_done):
+        complaint = original(self, attempt, share, message)
+        begin = max([0, *(stop for _, stop in share.landing.received)])
+        for piece in sorted(share.landing.granted.keys() - share.landing.running):
+            if begin < attempt.command.stop:
+                self.arrived(attempt, share, share.link.unpack, piece, begin, begin + BLOCK)
+        return complaint
+
+    patch.setattr(landing.Landings, "on_done", on_done)
 
 
 def give_slabs_back_when_the_engine_gives_up(patch):
@@ -215,6 +234,8 @@ MUTANTS = {
     unpack_when_granted: "unpacked, aborts",
     give_slabs_back_when_the_engine_gives_up: "unpacked, aborts",
     give_a_slab_back_under_its_unpacking: "unpacked, aborts",
+    pack_over_what_is_on_its_way: "both, three pieces",
+    unpack_all_that_is_granted: "both, aborts",
     forget_to_say_it_again: "abort and timeouts",
 }
 BOUNDS = {**SCENARIOS, **NIGHT}

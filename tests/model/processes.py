@@ -7,10 +7,15 @@ that ships. What is made up here is what surrounds them: vLLM's scheduler and bl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest import mock
+
+from msgspec.structs import replace
 
 from neuron_push.commands import decode
 from neuron_push.config import Config
+from neuron_push.plan import ways
 from neuron_push.protocol import Address, EngineInfo, Hello, RankInfo, Refusal, encode
 from neuron_push.rendezvous import Core, Identity
 from neuron_push.rendezvous import events as ev
@@ -27,7 +32,7 @@ from tests.model.effects import (
     slab_number,
     touched,
 )
-from tests.rendezvous.shapes import SEMANTICS, Shape
+from tests.rendezvous.shapes import SEMANTICS, SLAB_BYTES, Shape
 
 # A repeat is due at every `soon`; every timeout is due after a `late`, and nothing in between.
 # Silence is measured in steps that are shorter than the signs of life are apart.
@@ -38,13 +43,30 @@ CONFIG = Config(
     move_timeout=TIMEOUT, rotation_interval=0.001, slice_bytes=1 << 16, writes_in_flight=2,
     batch_tokens=0,
 )  # fmt: skip
-# Of prefill and decode, by who reorders: with K and V apart on one side, somebody has to.
-SHAPES = {
-    "": (Shape(), Shape()),
-    "packed": (Shape(apart=True, slabs=1), Shape()),
-    "unpacked": (Shape(apart=True), Shape(slabs=1)),
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a prefill and a decode rank are like, and by that how bytes go between them."""
+
+    prefill: Shape
+    decode: Shape
+    config: Config = CONFIG
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        return self.prefill, self.decode
+
+
+# By who reorders: with K and V apart on one side, somebody has to. Where both can, all runs are too
+# short for them; one slab of decode's is never promised, so with three two WRITEs are under way.
+PAIRS = {
+    "": Pair(Shape(), Shape()),
+    "packed": Pair(Shape(apart=True, slabs=1), Shape()),
+    "unpacked": Pair(Shape(apart=True), Shape(slabs=1)),
+    "both": Pair(Shape(slabs=2), Shape(slabs=3), replace(CONFIG, min_run=1 << 20)),
 }
-GEOMETRIES = {shape: shape.geometry(0) for pair in SHAPES.values() for shape in pair}
+GEOMETRIES = {shape: shape.geometry(0) for pair in PAIRS.values() for shape in pair.shapes}
 VLLM = SimpleNamespace(
     kv_transfer_config=SimpleNamespace(engine_id="engine"), speculative_config=None
 )
@@ -77,14 +99,15 @@ class Process:
     def __init__(self, name: str, role: str, incarnation: int, staged: str = ""):
         self.now = 0.0
         self.name, self.role, self.incarnation = name, role, incarnation
-        self.shapes = SHAPES[staged]
+        pair = PAIRS[staged]
+        self.shapes = pair.shapes
         shape = self.shapes[role == "consumer"]
         self.identity = Identity(
             name, 0, incarnation, SEMANTICS, GEOMETRIES[shape], shape.staging()
         )
-        self.core = Core(CONFIG, self.identity)
+        self.core = Core(pair.config, self.identity)
         self.thread = Thread()
-        self.worker = WorkerHalf(VLLM, None, CONFIG)
+        self.worker = WorkerHalf(VLLM, None, pair.config)
         self.worker._thread = self.thread
         self.open: dict[int, str] = {}
         self.loaded: dict[int, list[str]] = {}
@@ -158,7 +181,7 @@ class Process:
         address = Address("P", 1)
         if peer:
             them, us = (
-                info(name, role, incarnation, GEOMETRIES[shape])
+                info(name, role, incarnation, shape)
                 for name, role, incarnation, shape in (
                     ("P", "producer", peer, self.shapes[0]),
                     (self.name, self.role, self.incarnation, self.shapes[1]),
@@ -172,7 +195,8 @@ class Process:
         self.feed(ev.Greeted(link, answer or Refusal("timed out")))
 
     def hello(self, token, hello: Hello):
-        self.feed(ev.HelloArrived(token, hello))
+        with mock.patch.object(ways, "FEW_COPIES", 0):  # prompts are short here
+            self.feed(ev.HelloArrived(token, hello))
 
     def ended(self, number, outcome):
         if self.core.producer.writes.sending(number) is not None:
@@ -348,11 +372,13 @@ class Process:
         return [name for name, value in left.items() if value] + self.engine.leftovers()
 
 
-def info(name, role, incarnation, geometry):
+def info(name, role, incarnation, shape):
     """What an engine's listener answers."""
-    rank = RankInfo(0, incarnation, Address(name, 1), geometry)
+    slab = SLAB_BYTES if shape.slabs else 0
+    rank = RankInfo(0, incarnation, Address(name, 1), GEOMETRIES[shape], slab)
     return EngineInfo(name, incarnation, role, 1, 1, 1, 0, ("push",), SEMANTICS, (rank,))
 
 
-SHARED = (CONFIG, SEMANTICS, VLLM, *GEOMETRIES, *GEOMETRIES.values(), *SHAPES.values())
+CONFIGS = [pair.config for pair in PAIRS.values()]
+SHARED = (SEMANTICS, VLLM, *CONFIGS, *PAIRS.values(), *GEOMETRIES, *GEOMETRIES.values())
 __all__ = ["BLOCK", "CONFIG", "SHARED", "TIMEOUT", "Broken", "Process", "Read", "check"]

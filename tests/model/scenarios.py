@@ -19,6 +19,8 @@ AGAIN = (*TWICE, Leg(P, "p2", "t", after="p"))
 HIT = (Leg(P, "other", None), *ONE)
 # Another request takes the blocks that are let go.
 CROWD = (*ONE, Leg(P, "other", None, prompt="another"))
+# In three pieces, so that a slab is used again.
+LONG = (replace(ONE[0], tokens=12), replace(ONE[1], tokens=12))
 # Decode READs what prefill lends: in one piece, or in two.
 PULL = (SHORT[0], replace(SHORT[1], pull=True))
 LONG_PULL = (ONE[0], replace(ONE[1], pull=True))
@@ -48,6 +50,8 @@ SCENARIOS = {
     "unpacked, aborts": Bounds(ONE, staged="unpacked", aborts=(0, 1), slow=UNPACKING),
     "unpacked, timeouts": Bounds(SHORT, staged="unpacked", aborts=(0, 1), lates=(0, 1), deaf=True),
     "unpacked, false alarm": Bounds(SHORT, staged="unpacked", alarms=(0, 1)),
+    "both, aborts": Bounds(ONE, staged="both", aborts=(0, 1)),
+    "both, three pieces": Bounds(LONG, staged="both", blocks=(3, 3)),
     "pull, unpacked": Bounds(PULL, staged="unpacked", aborts=(0, 1), slow=UNPACKING),
 }
 
@@ -86,5 +90,15 @@ NIGHT = {
     ),
     "pull, P restarts": Bounds(PULL, crashes=(1, 0), lates=(0, 1), slow=GENERATIONS),
     "pull, D restarts": Bounds(PULL, crashes=(0, 1), lates=(1, 0), slow=GENERATIONS),
+    "both, three pieces, an abort": Bounds(
+        LONG, staged="both", aborts=(0, 1), blocks=(3, 3), slow=UNPACKING
+    ),
+    "both, preemption, aborts": Bounds(
+        (*ONE, CROWD[2]), staged="both", preempts=1, aborts=(1, 1), blocks=(3, 2)
+    ),
+    "both, broken WRITE": Bounds(
+        ONE, staged="both", broken=1, aborts=(0, 1), slow=GENERATIONS | UNPACKING
+    ),
+    "both, timeouts": Bounds(ONE, staged="both", aborts=(0, 1), lates=(1, 1), deaf=True),
     "prefix hit, preemption": Bounds(HIT, preempts=1, aborts=(1, 1), blocks=(4, 2), slow=STEPS),
 }

@@ -70,7 +70,8 @@ class Bounds:
     recompute: bool = False
     # Things that take their time here, so that others come in between; elsewhere they are instant.
     slow: frozenset[str] = frozenset()  # of "greetings", "generations", "steps", "unpacking"
-    staged: str = ""  # who reorders, in slabs: "packed" by prefill, "unpacked" by decode
+    # Who reorders, in slabs: "packed" by prefill, "unpacked" by decode, or "both".
+    staged: str = ""
 
 
 class Table:
