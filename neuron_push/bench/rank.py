@@ -263,6 +263,7 @@ class Rank:
             "threads": int(status[status.index("Threads:") + 1]),
             "descriptors": len(os.listdir(used / "fd")),
             "failure": repr(self.thread.failure),
+            "thread": f"{self.thread.stands:.1f} s at {self.thread.doing}",
         }
 
     # ------------------------------------------------------------------ inside

@@ -12,11 +12,12 @@ from neuron_push.errors import TransportError
 from neuron_push.ports import free_ports
 from neuron_push.protocol import VERSION, Address, EngineInfo, Who, encode
 from neuron_push.sidechannel import ask, ask_async
-from tests.e2e.fleet import Fleet, prompt
+from tests.e2e.fleet import BLOCK, Fleet, prompt
 
 HEADER = b"NP" + bytes([VERSION])
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+PREEMPTIONS = "vllm:num_preemptions_total"
 
 # What is wrong, and what the answer must say of it.
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
@@ -150,6 +151,35 @@ async def test_an_abort_storm_corrupts_and_leaks_nothing(fleet: Fleet) -> None:
     await fleet.settles(within=20)
 
 
+async def test_both_legs_sent_again_under_the_same_ids_never_mix(fleet: Fleet) -> None:
+    """As routers do it that know one name for a request, and forget its first prefill leg."""
+
+    async def one(number: int) -> bool:
+        asked = prompt(1000 + 50 * number, 2100 + number)
+        name = f"same-{number}"
+        prefill, decode = fleet.prefill_params(name), fleet.decode_params(name, deadline_ms=6000)
+        forgotten = asyncio.create_task(
+            fleet.post(fleet.prefill, asked, tokens=1, request=name, params=prefill)
+        )
+        await fleet.post(
+            fleet.decode, asked, request=name, params=decode, timeout=0.05 + 0.12 * number
+        )
+        _, answer = await asyncio.gather(
+            fleet.post(fleet.prefill, asked, tokens=1, request=name, params=prefill),
+            fleet.post(fleet.decode, asked, request=name, params=decode),
+        )
+        await forgotten
+        if answer.ok:
+            assert answer.text == await fleet.reference(asked)
+        assert answer.ok or answer.body["error"]["message"], answer
+        return answer.ok
+
+    served = await asyncio.gather(*(one(number) for number in range(4)))
+    print(f"served: {served}")
+    assert sum(served) > len(served) / 2
+    await fleet.settles()
+
+
 async def test_a_prompt_longer_than_the_kv_cache_is_an_error(fleet: Fleet) -> None:
     asked = prompt(5000, 1061)
     answer = await fleet.post(fleet.decode, asked, params=fleet.decode_params("long"))
@@ -160,6 +190,26 @@ async def test_a_prompt_longer_than_the_kv_cache_is_an_error(fleet: Fleet) -> No
 async def test_more_prompts_than_the_kv_cache_holds_all_end_exactly(fleet: Fleet) -> None:
     prompts = [prompt(2000, 1070 + number) for number in range(7)]
     await asyncio.gather(*(fleet.pushes_exactly(each, tokens=48) for each in prompts))
+    await fleet.settles()
+
+
+async def test_prompts_that_decode_and_prefill_preempt_are_exact(fleet: Fleet) -> None:
+    before = {
+        engine.name: await fleet.metric(engine, PREEMPTIONS)
+        for engine in (fleet.prefill, fleet.decode)
+    }
+    # Most of the 200 blocks of either cache; each of these grows by four.
+    prompts = [prompt(12 * BLOCK - 10, 1300 + number) for number in range(14)]
+    own = [prompt(14 * BLOCK - 10, 1320 + number) for number in range(12)]
+    alone = asyncio.gather(*(fleet.post(fleet.prefill, each, tokens=110) for each in own))
+    answers = await asyncio.gather(*(fleet.push(each, tokens=120) for each in prompts))
+    assert all(answer.ok for answer in await alone)
+    for asked, (_, answer) in zip(prompts, answers, strict=True):
+        assert answer.ok and answer.text == await fleet.reference(asked, 120), answer
+    for engine in (fleet.prefill, fleet.decode):
+        preempted = await fleet.metric(engine, PREEMPTIONS) - before[engine.name]
+        print(f"{engine.name} preempted {preempted:.0f} times")
+        assert preempted > 0, engine.name
     await fleet.settles()
 
 

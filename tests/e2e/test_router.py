@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -15,22 +16,33 @@ import pytest
 from neuron_push.ports import free_ports
 from neuron_push.processes import Server
 from tests.e2e.fleet import MODEL, Fleet
+from tests.e2e.lossy import Loss, lossy
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@asynccontextmanager
+async def routing(
+    fleet: Fleet, folder: Path, prefill: str, decode: str, mode: str = "push"
+) -> AsyncIterator[Server]:
+    """A router in front of the fleet, whose engines it finds at these URLs."""
+    (port,) = free_ports(1)
+    words = [sys.executable, "-m", "neuron_push.cli", "router", "--port", str(port)]
+    words += ["--mode", mode]
+    for engine, url in ((fleet.prefill, prefill), (fleet.decode, decode)):
+        words += [f"--{engine.name}", f"{url}#side={engine.side_port}"]
+    server = Server("router", words, port, folder / "router.log")
+    with server:
+        await asyncio.to_thread(server.wait_ready, 60)
+        yield server
 
 
 @pytest.fixture(params=["push"])
 async def router(
     request: pytest.FixtureRequest, fleet: Fleet, tmp_path: Path
 ) -> AsyncIterator[Server]:
-    (port,) = free_ports(1)
-    words = [sys.executable, "-m", "neuron_push.cli", "router", "--port", str(port)]
-    words += ["--mode", request.param]
-    for engine in (fleet.prefill, fleet.decode):
-        words += [f"--{engine.name}", f"{engine.url}#side={engine.side_port}"]
-    server = Server("router", words, port, tmp_path / "router.log")
-    with server:
-        await asyncio.to_thread(server.wait_ready, 60)
+    urls = fleet.prefill.url, fleet.decode.url
+    async with routing(fleet, tmp_path, *urls, request.param) as server:
         yield server
 
 
@@ -100,6 +112,48 @@ async def test_a_bad_request_is_the_clients_alone(router, client):
         async with client.post(f"{router.url}/v1/completions", json=body) as answer:
             assert answer.status == 404
     assert await metric(client, router, "neuron_push_router_quarantines_total") == 0
+
+
+# Of the requests below, by number: which leg's first answer is lost, and how.
+LOSSES = [
+    ("decode", Loss(after=0.0, goes_on=False)),
+    ("decode", Loss(after=0.1, goes_on=True)),
+    ("decode", Loss(after=0.4, goes_on=False)),
+    ("decode", Loss(after=0.4, goes_on=True)),
+    ("prefill", Loss(after=0.0, goes_on=False)),
+    ("prefill", Loss(after=0.0, goes_on=True)),
+    ("prefill", Loss(after=0.05, goes_on=True)),
+]
+
+
+async def test_what_the_router_sends_again_under_the_same_id_is_exact(fleet, client, tmp_path):
+    def lost(leg: str):
+        return lambda name: next((each for at, each in [LOSSES[int(name[-1])]] if at == leg), None)
+
+    async def one(number: int) -> None:
+        tokens = prompt(1000 + 100 * number)
+        body = {"model": MODEL, "prompt": tokens, "max_tokens": 8, "temperature": 0}
+        body["ignore_eos"] = True
+        async with client.post(
+            f"{router.url}/v1/completions", json=body, headers={"X-Request-Id": f"again-{number}"}
+        ) as answer:
+            assert answer.status == 200, await answer.text()
+            assert answer.headers["X-Request-Id"] == f"again-{number}"
+            found = (await answer.json())["choices"][0]["text"]
+        assert found == await fleet.reference(tokens)
+
+    async with (
+        lossy(fleet.prefill, lost("prefill")) as prefill,
+        lossy(fleet.decode, lost("decode")) as decode,
+        routing(fleet, tmp_path, prefill, decode) as router,
+    ):
+        await asyncio.gather(*(one(number) for number in range(len(LOSSES))))
+        again = [
+            await metric(client, router, f'neuron_push_router_retries_total{{leg="{leg}"}}')
+            for leg in ("prefill", "decode")
+        ]
+        assert sum(again) == len(LOSSES) and all(again), again
+    await fleet.settles()
 
 
 async def doctor(*words: str) -> tuple[int, list[dict[str, str]]]:
