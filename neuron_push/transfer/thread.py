@@ -62,6 +62,7 @@ class TransferThread:
         make_mover: Callable[[], Mover] | None = None,
     ) -> None:
         self.tally = Tally()
+        self.news = False  # whether `take` has reports; set after they are there
         self._identity = identity
         self._clock = clock
         self._core = Core(config, identity)
@@ -111,6 +112,7 @@ class TransferThread:
 
     def take(self) -> list[Report]:
         """Reports since the last call, in order."""
+        self.news = False
         waiting = self._reports
         if waiting.empty() and not self._heard:
             return []
@@ -124,6 +126,7 @@ class TransferThread:
         if not self._heard and timeout > 0:
             with contextlib.suppress(Empty):
                 self._heard.append(self._reports.get(timeout=timeout))
+                self.news = True
         return bool(self._heard) or not self._reports.empty()
 
     @property
@@ -248,6 +251,7 @@ class TransferThread:
 
     def _tell(self, report: Report) -> None:
         self._reports.put(report)
+        self.news = True
 
     def _fail(self, error: BaseException) -> None:
         """The thread cannot go on: say so; requests end, pins stay.

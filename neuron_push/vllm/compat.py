@@ -9,15 +9,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from neuron_push.errors import ConfigError
 
-# The dataclass in which a step's transfer results travel; None where vLLM has none yet.
-TransferResults = getattr(base, "KVConnectorTransferResults", None)
+
+@dataclass
+class Results:
+    """What a step reports, as vLLM 0.30 and later have it."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+# vLLM's own where it has them.
+new_results: Callable[[], Results] = getattr(base, "KVConnectorTransferResults", Results)
 
 # Whether a failed load can be reported by request, whatever the cache groups.
-FAILS_BY_REQUEST = TransferResults is not None
+FAILS_BY_REQUEST = new_results is not Results
 
 # Whether the scheduler asks `has_pending_block_frees` right before each preemption (custody.py).
 ASKS_BEFORE_PREEMPTING = hasattr(base.KVConnectorBase_V1, "has_pending_block_frees")

@@ -52,6 +52,7 @@ class Custody:
             and config.scheduler_config.scheduler_cls is None
             and all(_grows(group.kv_cache_spec) for group in kv_config.kv_cache_groups)
         )
+        self.unsettled = False  # whether `scheduled` has anything to look at
         self._admitted: list[str] = []  # allocated blocks in the schedule under way
         self._waiting: set[str] = set()  # wait with blocks, or may
         self._sessions: set[str] = set()
@@ -66,6 +67,7 @@ class Custody:
     def admitted(self, request: Request) -> None:
         """A waiting request was given blocks."""
         self._admitted.append(request.request_id)
+        self.unsettled = True
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """A schedule is complete: who was given blocks and computes nothing waits with them."""
@@ -75,6 +77,7 @@ class Custody:
             computing = output.num_scheduled_tokens
             self._waiting.update(name for name in self._admitted if name not in computing)
             self._admitted.clear()
+        self.unsettled = bool(self._waiting)
 
     def finished(self, request: Request) -> None:
         """A request has left."""

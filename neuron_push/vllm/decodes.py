@@ -65,21 +65,21 @@ class Decodes:
         # vLLM recomputes into the very blocks: it may hear of a failure only when they are quiet.
         self._hold_failure = recompute or not FAILS_BY_REQUEST
         self._attempts = count(1)
-        self._waiting: dict[str, Decode] = {}
+        self.waiting: dict[str, Decode] = {}
         # Newest transfers' pins, which outlive their requests; for routers that ask.
         self._pins_of: dict[str, list[int]] = {}
 
     def begin(self, request: Request, leg: DecodeLeg, match: Match | Prompt) -> None:
         """A new request is a decode leg."""
-        self._waiting[request.request_id] = Decode(leg, match)
+        self.waiting[request.request_id] = Decode(leg, match)
 
     def reject(self, request: Request, reason: str) -> None:
         """A new request cannot be served: its load fails when it is admitted."""
-        self._waiting[request.request_id] = Decode(None, None, reason)
+        self.waiting[request.request_id] = Decode(None, None, reason)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many prompt tokens beyond `computed` another engine will push."""
-        decode = self._waiting.get(request.request_id)
+        decode = self.waiting.get(request.request_id)
         if decode is None or decode.settled or decode.attempt:
             return 0, False
         prompt = request.num_prompt_tokens
@@ -94,7 +94,7 @@ class Decodes:
         self, request: Request, blocks: KVCacheBlocks, external: int, pins: Pins
     ) -> None:
         """Blocks are allocated: pin and register them, or let the prompt go."""
-        decode = self._waiting.get(request.request_id)
+        decode = self.waiting.get(request.request_id)
         if decode is None or decode.settled or decode.attempt:
             return
         if external == 0:
@@ -151,7 +151,7 @@ class Decodes:
         Until now vLLM keeps the blocks of a loading request whatever becomes of it, so only
         loads that end before they are quiet cost references of ours.
         """
-        decode = self._waiting.get(name)
+        decode = self.waiting.get(name)
         if decode is not None and not decode.settled:
             decode.settled = True
             pins.hold(decode.pin)
@@ -159,7 +159,7 @@ class Decodes:
 
     def finished(self, request: Request, pins: Pins) -> None:
         """A request leaves the engine: stop what is under way for it."""
-        decode = self._waiting.pop(request.request_id, None)
+        decode = self.waiting.pop(request.request_id, None)
         if decode is None or decode.settled:
             return
         if decode.attempt:

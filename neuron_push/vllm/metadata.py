@@ -1,18 +1,16 @@
 """What the two halves tell each other in every step. Empty steps pickle to a few bytes.
 
-Commands travel packed: the main loops pickle and pass on a few byte strings, whatever is in
-them, and the transfer thread unpacks.
+vLLM passes the scheduler half's metadata on unread, so they travel as a plain tuple: to pickle
+and unpickle an object of a class takes several times as long. Commands in it are packed: the main
+loops pass on a few byte strings, whatever is in them, and the transfer thread unpacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from neuron_push.commands import (
     Command,
@@ -31,18 +29,20 @@ from neuron_push.commands import (
 Rejection = tuple[str, str, tuple[int, ...]]
 
 
-class StepMeta(KVConnectorMetadata):
+# The fields of a `StepMeta` in its order, or nothing.
+Packed = tuple[Any, ...]
+
+
+class StepMeta(NamedTuple):
     """Scheduler half to worker half, once per step.
 
     `now`: packed commands that leave before the forward. `due`: those that wait for the step's
     settle point; `urgent` if one of them ends a prompt, so that the transfer thread is to see them
     at once. `attempts`: numbers of the attempts that begin with `now` and whose end is to be
-    reported. `handed`: (pin, request) of finished requests whose blocks vLLM keeps until they are
-    reported sent, which is when the pin is quiet. `idle` says that the step computes nothing, so
-    the worker half may wait a moment for news. `layers` numbers the step if it computes prompts
-    whose layers are settled one by one.
-
-    Only what differs from these defaults is set, and so pickled.
+    reported. `handed`: (pin, request) of prompts whose blocks vLLM keeps until they are reported
+    sent, or (pin, "") of one that is taken back (handovers.py). `idle` says that the step computes
+    nothing, so the worker half may wait a moment for news. `layers` numbers the step if it computes
+    prompts whose layers are settled one by one.
     """
 
     now: bytes = b""
@@ -67,38 +67,7 @@ class StepMeta(KVConnectorMetadata):
         due = [command for command in commands if isinstance(command, Settle | Retire)]
         now = [command for command in commands if not isinstance(command, Settle | Retire)]
         layers = max((c.step for c in now if isinstance(c, Compute)), default=0)
-        return cls.pack(now, due, rejected, handed, idle=idle, layers=layers)
-
-    @classmethod
-    def pack(
-        cls,
-        now: Sequence[Sent],
-        due: Sequence[Sent],
-        rejected: Sequence[Rejection] = (),
-        handed: Sequence[tuple[int, str]] = (),
-        *,
-        idle: bool = False,
-        layers: int = 0,
-    ) -> StepMeta:
-        """Pack commands that are sorted already."""
-        meta = cls()
-        if now:
-            meta.now = encode(now)
-            if attempts := _begun(now):
-                meta.attempts = tuple(attempts)
-        if due:
-            meta.due = encode(due)
-            if any(isinstance(c, Retire) or (isinstance(c, Settle) and c.last) for c in due):
-                meta.urgent = True
-        if rejected:
-            meta.rejected = tuple(rejected)
-        if handed:
-            meta.handed = tuple(handed)
-        if idle:
-            meta.idle = True
-        if layers:
-            meta.layers = layers
-        return meta
+        return cls(*pack(now, due, rejected, handed, idle, layers))
 
     @property
     def commands(self) -> tuple[Command, ...]:
@@ -106,28 +75,31 @@ class StepMeta(KVConnectorMetadata):
         return (*decode(self.now), *decode(self.due))
 
 
-def _begun(now: Sequence[Sent]) -> list[int]:
-    found: list[int] = []
+def pack(
+    now: Sequence[Sent],
+    due: Sequence[Sent],
+    rejected: Sequence[Rejection],
+    handed: Sequence[tuple[int, str]],
+    idle: bool,
+    layers: int,
+) -> Packed:
+    """Pack commands that are sorted already. See `StepMeta`."""
+    attempts = []
     for each in now:
-        command = each.command if isinstance(each, Unnamed) else each
-        if isinstance(command, Receive) and command.start < command.stop:
-            found.append(command.attempt)
-    return found
+        command = each.command if type(each) is Unnamed else each
+        if type(command) is Receive and command.start < command.stop:
+            attempts.append(command.attempt)
+    urgent = False
+    for each in due:
+        urgent = urgent or type(each) is Retire or (type(each) is Settle and each.last)
+    return (
+        encode(now) if now else b"", encode(due) if due else b"", urgent, tuple(attempts),
+        tuple(rejected), tuple(handed), idle, layers,
+    )  # fmt: skip
 
 
-class _Constant(StepMeta):
-    """One of the two below, which are pickled by name and not copied."""
-
-    def __init__(self, name: str, *, idle: bool) -> None:
-        self._name = name
-        self.idle = idle
-
-    def __reduce__(self) -> str:
-        return self._name
-
-
-NOTHING: Final = _Constant("NOTHING", idle=False)
-IDLE: Final = _Constant("IDLE", idle=True)
+NOTHING: Final[Packed] = ()
+IDLE: Final[Packed] = tuple(StepMeta(idle=True))
 
 
 class WorkerMeta(KVConnectorWorkerMetadata):

@@ -39,9 +39,11 @@ class Prefill:
     request: Request
     match: Match | Prompt
     tokens: int  # that are computed here: the prompt, less what decode must compute itself
+    lends: bool = False  # its answer names its blocks
     source: int = 0
     pin: int = -1  # -1: nothing settled
     settled: int = 0
+    handed: bool = False  # the workers report it sent, and its end is told already
     given: list[int] = field(init=False)  # blocks already told, per group
     # Blocks that follow, per group; vLLM's own lists.
     fresh: list[Sequence[int]] = field(init=False)
@@ -80,11 +82,11 @@ class Prefills:
         self._sending: dict[str, int] = {}  # pins of finished requests whose blocks vLLM keeps
         self._looked = False  # whether this schedule was checked for preemptions
 
-    def begin(self, request: Request, match: Match | Prompt) -> None:
-        """A new request is a prefill leg."""
+    def begin(self, request: Request, match: Match | Prompt, lends: bool = False) -> None:
+        """A new request is a prefill leg; `lends` if its answer names its blocks."""
         if self._backoff:
             shorten(request, self._backoff)
-        prefill = Prefill(request, match, request.num_prompt_tokens)
+        prefill = Prefill(request, match, request.num_prompt_tokens, lends)
         self.running[request.request_id] = prefill
         self._offer(prefill)
 
@@ -141,29 +143,30 @@ class Prefills:
 
     def finished(
         self, request: Request, blocks: tuple[list[int], ...], pins: Pins
-    ) -> tuple[bool, bool]:
+    ) -> tuple[bool, Prefill | None]:
         """A request leaves the engine with these blocks.
 
-        Returns (whether vLLM is to keep them until they are sent, whether the prompt is on offer).
+        Returns (whether vLLM is to keep them until they are sent, its prompt if that is on offer).
         """
         prefill = self.running.pop(request.request_id, None)
         if prefill is None:
-            return False, False
+            return False, None
         if request.status not in _FINISHED_WELL or prefill.settled != prefill.tokens:
             reason = f"the prefill request ended: {status_text(request)}"
             self._retire(prefill, "ended", reason, pins)
-            return False, False
-        keeps = pins.promised(prefill.pin)
+            return False, None
+        keeps = prefill.handed or pins.promised(prefill.pin)
         for ids, told in zip(blocks, prefill.given, strict=True):
             keeps = keeps and len(ids) >= told
         if not keeps:
-            pins.hold(prefill.pin)
-            self._due.append(Retire(prefill.source, "finished"))
-            return False, True
+            if not prefill.handed:
+                self._due.append(Retire(prefill.source, "finished"))
+            self._hold(prefill, pins)
+            return False, prefill
+        if not prefill.handed:
+            self._hand_over(prefill)
         self._sending[request.request_id] = prefill.pin
-        self._handed.append((prefill.pin, request.request_id))
-        self._due.append(Retire(prefill.source, "finished", "", prefill.pin))
-        return True, True
+        return True, prefill
 
     def sent(self, name: str, pins: Pins) -> None:
         """Every rank is done with a finished prompt: vLLM lets its blocks go."""
@@ -172,6 +175,19 @@ class Prefills:
             pins.drop(pin)
 
     # ------------------------------------------------------------------ inside
+
+    def _hand_over(self, prefill: Prefill) -> None:
+        """The request is over with this step: vLLM keeps its blocks until they are sent."""
+        prefill.handed = True
+        self._handed.append((prefill.pin, prefill.request.request_id))
+        self._due.append(Retire(prefill.source, "finished", "", prefill.pin))
+
+    def _hold(self, prefill: Prefill, pins: Pins) -> None:
+        """vLLM lets go: references of ours take over, until every rank says that it is quiet."""
+        pins.hold(prefill.pin)
+        if prefill.handed:
+            prefill.handed = False
+            self._handed.append((prefill.pin, ""))
 
     def _withdraw(self, preempted: set[str], pins: Pins) -> None:
         for name in preempted:
@@ -193,7 +209,7 @@ class Prefills:
     def _retire(
         self, prefill: Prefill, outcome: Literal["preempted", "ended"], reason: str, pins: Pins
     ) -> None:
-        pins.hold(prefill.pin)
+        self._hold(prefill, pins)
         pins.ends(prefill.pin)
         self._due.append(Retire(prefill.source, outcome, reason))
 
@@ -228,6 +244,10 @@ class Prefills:
             self._commands.append(compute)
             first, blocks = tuple(given), (b"",) * len(blocks)
         self._due.append(Settle(prefill.source, stop, first, blocks, prefill.pin, last))
+        # Its one token comes with this step: its end is told with it, and not a step later.
+        ends = last and prefill.request.max_tokens == 1
+        if ends and self._custody and pins.promised(prefill.pin):
+            self._hand_over(prefill)
 
 
 def shorten(request: Request, tokens: int) -> None:

@@ -22,7 +22,7 @@ from neuron_push.versions import check as check_versions
 from neuron_push.vllm import identity
 from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.decodes import Decodes
-from neuron_push.vllm.metadata import IDLE, NOTHING, Rejection, StepMeta, WorkerMeta
+from neuron_push.vllm.metadata import IDLE, NOTHING, Packed, Rejection, WorkerMeta, pack
 from neuron_push.vllm.moments import Moments
 from neuron_push.vllm.params import DecodeLeg, ParamsError, PrefillLeg, parse
 from neuron_push.vllm.pins import Pins
@@ -77,7 +77,9 @@ class SchedulerHalf:
             self._commands, self._rejected, self._sizes, patience=config.patience,
             recompute=transfer.kv_load_failure_policy == "recompute", backoff=backoff,
         )  # fmt: skip
-        self._lends: set[str] = set()  # prompts whose blocks are named in the answer
+        # Most steps and requests have to do with one side only, or with none.
+        self._running, self._waiting = self._prefills.running, self._decodes.waiting
+        self._groups = tuple(range(len(self._sizes)))
         self._shown, self._shown_at = False, -TOLD  # whether the gauges show anything, since when
         self._reasons: dict[str, str] = {}
         self._software = tuple(check_versions().items())
@@ -130,6 +132,10 @@ class SchedulerHalf:
 
     # ------------------------------------------------------------------ requests
 
+    def groups_of(self, request: Request) -> tuple[int, ...]:
+        """All KV groups: none of the registered blocks may be zeroed after registration."""
+        return self._groups
+
     def on_new_request(self, request: Request) -> None:
         """Note which leg of a transfer a request is, if any."""
         if request.resumable:
@@ -140,9 +146,7 @@ class SchedulerHalf:
             self._decodes.reject(request, str(error))
             return
         if isinstance(leg, PrefillLeg):
-            self._prefills.begin(request, identity.name_of(request, leg.transfer))
-            if leg.pull:
-                self._lends.add(request.request_id)
+            self._prefills.begin(request, identity.name_of(request, leg.transfer), leg.pull)
         elif isinstance(leg, DecodeLeg):
             name = identity.name_of(request, leg.transfer, leg.request)
             self._decodes.begin(request, leg, name)
@@ -151,16 +155,17 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many prompt tokens beyond `computed` come from another engine."""
-        if self._prefills.running:
+        if self._running:
             assert self._pins is not None
             self._prefills.before_allocation(self._pins)
-        return self._decodes.matched_tokens(request, computed)
+        return self._decodes.matched_tokens(request, computed) if self._waiting else (0, False)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks are allocated: pin and register them, or let the prompt go."""
         assert self._pins is not None
         self._custody.admitted(request)
-        self._decodes.after_alloc(request, blocks, external, self._pins)
+        if self._waiting:
+            self._decodes.after_alloc(request, blocks, external, self._pins)
         if self._moments is not None and external:
             self._moments.mark(request.request_id, "decode allocated")
 
@@ -174,13 +179,16 @@ class SchedulerHalf:
         """
         assert self._pins is not None
         self._custody.finished(request)
-        self._decodes.finished(request, self._pins)
         if self._moments is not None:
             self._moments.finished(request.request_id)
-        lends = request.request_id in self._lends
-        self._lends.discard(request.request_id)
+        if self._waiting:
+            self._decodes.finished(request, self._pins)
+        if not self._running:
+            return False, None
         keep, offered = self._prefills.finished(request, blocks, self._pins)
-        return keep, self._coordinates(request, blocks if lends else None) if offered else None
+        if offered is None:
+            return keep, None
+        return keep, self._coordinates(request, blocks if offered.lends else None)
 
     def _coordinates(self, request: Request, blocks: Sequence[list[int]] | None) -> dict[str, Any]:
         """Where a decode engine finds the prompt, in the words of vLLM's connectors."""
@@ -194,10 +202,11 @@ class SchedulerHalf:
 
     # ------------------------------------------------------------------ each step
 
-    def build_meta(self, output: SchedulerOutput) -> StepMeta:
-        """Everything the workers must know with this step."""
-        self._custody.scheduled(output)
-        if self._prefills.running:
+    def build_meta(self, output: SchedulerOutput) -> Packed:
+        """Everything the workers must know with this step (`StepMeta`)."""
+        if self._custody.unsettled:
+            self._custody.scheduled(output)
+        if self._running:
             assert self._pins is not None
             self._prefills.step(output, self._pins)
         if self._moments is not None:
@@ -205,9 +214,8 @@ class SchedulerHalf:
         idle = not output.total_num_scheduled_tokens
         if not (self._commands or self._due or self._rejected):
             return IDLE if idle and self._pins else NOTHING
-        layers = self._prefills.layered
-        meta = StepMeta.pack(
-            self._commands, self._due, self._rejected, self._handed, idle=idle, layers=layers
+        meta = pack(
+            self._commands, self._due, self._rejected, self._handed, idle, self._prefills.layered
         )
         self._commands.clear()
         self._due.clear()

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
@@ -41,7 +41,9 @@ from neuron_push.rendezvous.parts import parts_of
 from neuron_push.transfer import TransferThread
 from neuron_push.transport import TransportFactory
 from neuron_push.vllm import describe, identity
-from neuron_push.vllm.metadata import IDLE, NOTHING, Rejection, StepMeta, WorkerMeta
+from neuron_push.vllm.compat import FAILS_BY_REQUEST, Results, new_results
+from neuron_push.vllm.handovers import Handovers
+from neuron_push.vllm.metadata import Packed, Rejection, WorkerMeta
 from neuron_push.vllm.stats import TOLD, PushStats
 
 if TYPE_CHECKING:
@@ -74,14 +76,14 @@ class WorkerHalf:
         self._thread: TransferThread | None = None
         self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
-        self._meta: StepMeta = NOTHING
+        self._idle = False  # whether this step computes nothing
         # Packed commands of the step until its settle point, and whether they are urgent.
         self._due: list[bytes] = []
         self._urgent = False
         # Attempts under way, and the packed commands they came in: read only when one fails.
         self._bound: dict[int, bytes] = {}
         self._bad_blocks: set[int] = set()
-        self._handed: dict[int, str] = {}  # requests to report as sent, by their pins
+        self._handovers = Handovers()
         self._unpinned: list[tuple[int, int]] = []
         self._failures: list[tuple[str, str]] = []
         self._rejected: list[Rejection] = []
@@ -96,6 +98,7 @@ class WorkerHalf:
         # Where layers are streamed: parts that lie before a layer, and those told of this step.
         self._part_of: dict[str, int] = {}
         self._parts_done = NEVER
+        self._layers = 0  # number of the step that computes what streams by layers
 
     # ------------------------------------------------------------------ memory
 
@@ -187,34 +190,42 @@ class WorkerHalf:
 
     # ------------------------------------------------------------------ each step
 
-    def bind(self, meta: StepMeta) -> None:
-        """A step begins: registrations leave now, before the forward."""
+    def bind(self, meta: Packed) -> None:
+        """A step begins (`StepMeta`): registrations leave now, before the forward."""
         # What a runner that called no later hook left behind, or what had to wait for its output.
         if self._due:
             self._settle()
-        self._meta = meta
-        if meta is NOTHING or meta is IDLE:
+        if not meta:
+            self._idle = False
             return
-        if meta.rejected:
-            self._rejected += meta.rejected
-        if meta.handed:
-            self._handed.update(meta.handed)
-        if meta.layers:
+        now, due, urgent, attempts, rejected, handed, self._idle, self._layers = meta
+        if rejected:
+            self._rejected += rejected
+        if handed:
+            self._hear_of(handed)
+        if self._layers:
             self._parts_done = 0
-        if meta.due:
-            self._due.append(meta.due)
-            self._urgent |= meta.urgent
-        if meta.now:
+        if due:
+            self._due.append(due)
+            self._urgent |= urgent
+        if now:
             thread = self._thread
             assert thread is not None
-            for attempt in meta.attempts:
-                self._bound[attempt] = meta.now
+            for attempt in attempts:
+                self._bound[attempt] = now
             # Nobody waits for what is said of prompts before they are settled.
-            thread.submit(meta.now, wake=bool(meta.attempts))
+            thread.submit(now, wake=bool(attempts))
             if thread.failure is not None:
                 self._fail_all(f"the transfer thread stopped: {thread.failure}")
 
-    def layer(self, name: str) -> None:
+    def _hear_of(self, handed: Sequence[tuple[int, str]]) -> None:
+        for pin, request in handed:
+            if request:
+                self._handovers.add(pin, request)
+            elif self._handovers.take_back(pin):
+                self._unpinned.append((pin, self._rank))
+
+    def layer(self, name: str, *_: object, **__: object) -> None:
         """The forward has come to a layer: all before it are settled with the fence recorded here.
 
         Parts of layers are told, and the last one not at all: the step's end is next.
@@ -223,7 +234,7 @@ class WorkerHalf:
         if part > self._parts_done:
             self._parts_done = part
             assert self._thread is not None
-            told = encode([Layers(self._meta.layers, part)])
+            told = encode([Layers(self._layers, part)])
             self._thread.submit(told, self._accelerator.record_fence())
 
     def finish_forward(self) -> None:
@@ -253,45 +264,56 @@ class WorkerHalf:
         self._due.clear()
         self._urgent = False
 
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        """(requests sent, requests whose load ended, those of them that failed), each once."""
-        thread = self._thread
-        if thread is None:
-            return set(), set(), set()
-        # vLLM may look at what a step reports only after the next one, which must not wait then.
-        if self._meta.idle and not self._rejected and not self._told:
-            self._wait(thread)
-        reports = thread.take()
-        if not reports and thread.stands >= self._doubt and self._kept(thread):
-            self._stalled(thread)
-        self._told = bool(reports or self._rejected)
-        if not self._told:
-            return set(), set(), set()
-        self._last_news = time.monotonic()
-        return self._ended(reports)
+    def results(
+        self, finished: Collection[str] = (), by_request: bool = FAILS_BY_REQUEST
+    ) -> Results:
+        """What is to be reported, each once; `finished` are requests that have left the engine.
 
-    def _ended(self, reports: list[Report]) -> tuple[set[str], set[str], set[str]]:
-        sent: set[str] = set()
-        ended: set[str] = set()
-        failed: set[str] = set()
+        Failures go by request, or else by block as well (`bad_blocks`).
+        """
+        thread, found = self._thread, new_results()
+        if thread is None:
+            return found
+        if self._idle or self._bound or self._handovers:
+            if finished:
+                found.finished_sending.update(self._handovers.left(finished))
+            self._watch(thread, found)
+        if not (thread.news or self._rejected or found.finished_sending):
+            self._told = False
+            return found
+        self._told = True
+        self._last_news = time.monotonic()
+        self._take(thread.take(), found)
+        for request, reason, blocks in self._rejected:
+            self._explain(request, reason)
+            found.finished_recving.add(request)
+            found.failed_recving.add(request)
+            if not by_request:
+                self._bad_blocks.update(blocks)
+        self._rejected.clear()
+        return found
+
+    def _watch(self, thread: TransferThread, found: Results) -> None:
+        """Something is under way: wait for it if there is nothing else to do, but not for ever."""
+        # vLLM may look at what a step reports only after the next one, which must not wait then.
+        if self._idle and not (self._rejected or self._told or found.finished_sending):
+            self._wait(thread)
+        if not thread.news and thread.stands >= self._doubt and self._kept(thread):
+            self._stalled(thread)
+
+    def _take(self, reports: list[Report], found: Results) -> None:
         for report in reports:
             if isinstance(report, Unpinned):
-                if (name := self._handed.pop(report.pin, None)) is not None:
-                    sent.add(name)
-                else:
+                name = self._handovers.ended(report.pin)
+                if name:
+                    found.finished_sending.add(name)
+                elif name is None:
                     self._unpinned.append((report.pin, self._rank))
             elif (packed := self._bound.pop(report.attempt, None)) is not None:
-                ended.add(report.request)
+                found.finished_recving.add(report.request)
                 if isinstance(report, ReceiveFailed):
                     command = _receive(packed, report.attempt)
                     self._rejected.append(_rejection(command, report.reason))
-        for request, reason, blocks in self._rejected:
-            self._explain(request, reason)
-            ended.add(request)
-            failed.add(request)
-            self._bad_blocks.update(blocks)
-        self._rejected.clear()
-        return sent, ended, failed
 
     def bad_blocks(self) -> set[int]:
         """Blocks whose load failed, for vLLM versions that are told by block."""

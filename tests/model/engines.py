@@ -15,7 +15,7 @@ from neuron_push.commands import Command
 from neuron_push.protocol import Address, Match
 from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.decodes import Decodes
-from neuron_push.vllm.metadata import StepMeta
+from neuron_push.vllm.metadata import pack
 from neuron_push.vllm.params import DecodeLeg
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
@@ -72,6 +72,7 @@ class Request:
         self.request_id = name
         self.prompt = prompt
         self.num_prompt_tokens = tokens
+        self.max_tokens = 1
         self.status = RequestStatus.WAITING
         self.computed = 0  # tokens, whose blocks are allocated
         self.blocks = []
@@ -93,10 +94,11 @@ class Engine:
         self.handed: list[tuple[int, str]] = []
         self.rejected = []
         self.requests: dict[str, Request] = {}
+        self.left: tuple[str, ...] = ()  # requests that have finished since the last step
 
     def bind(self):
         """The step's metadata goes to the worker half."""
-        meta = StepMeta.pack(self.commands, self.due, self.rejected, self.handed)
+        meta = pack(self.commands, self.due, self.rejected, self.handed, False, 0)
         self.handed.clear()
         self.due.clear()
         self.commands.clear()
@@ -107,7 +109,9 @@ class Engine:
     def results(self):
         """What the worker half says at the end of a step: (sent, ended, failed)."""
         worker = self.process.worker
-        sent, ended, failed = worker.results()
+        found = worker.results(self.left)
+        sent, ended, failed = found.finished_sending, found.finished_recving, found.failed_recving
+        self.left = ()
         worker.bad_blocks()
         told = worker.worker_meta()
         for pin, rank in told.unpinned if told else ():
@@ -117,7 +121,7 @@ class Engine:
     def pending(self):
         """Whether a step would change anything."""
         thread = self.process.thread
-        return bool(self.commands or self.due or self.rejected or thread.reports)
+        return bool(self.commands or self.due or self.rejected or self.left or thread.reports)
 
     def waits(self):
         """Whether the next step has something to pass on, and none is running."""
@@ -170,7 +174,7 @@ class DecodeEngine(Engine):
         self.decodes.after_alloc(
             request, SimpleNamespace(get_block_ids=lambda: table), external, self.pins
         )
-        decode = self.decodes._waiting[request.request_id]
+        decode = self.decodes.waiting[request.request_id]
         if decode.attempt:
             self.attempts[decode.attempt] = request.request_id
 
@@ -361,6 +365,7 @@ class PrefillEngine(Engine):
         table = ([block.block_id for block in request.blocks],)
         keeps, _ = self.prefills.finished(request, table, self.pins)
         del self.requests[request.request_id]
+        self.left += (request.request_id,)
         if keeps:
             self.sending[request.request_id] = request.blocks
         else:

@@ -41,7 +41,7 @@ MEASURES = {
     "Process": {"now", "effects"},
     "Pin": {"since", "ended"},
     "Prefills": {"_steps"},  # a name, for models whose layers travel apart
-    "WorkerHalf": {"_last_news", "_meta"},
+    "WorkerHalf": {"_last_news"},
     "Core": {"_handlers", "_messages"},  # code
 }
 # Attributes that count up for ever, by class, and the number from which on they make no difference.

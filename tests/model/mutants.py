@@ -10,6 +10,7 @@ from neuron_push.rendezvous import consumer, core, landing, ranges, writes
 from neuron_push.rendezvous.attempt import AttemptState
 from neuron_push.rendezvous.events import Opened
 from neuron_push.vllm import pins, prefills, worker
+from neuron_push.vllm.metadata import StepMeta
 from tests.model.effects import BLOCK
 from tests.model.scenarios import NIGHT, SCENARIOS
 from tests.model.space import Counterexample, Space
@@ -64,7 +65,7 @@ def settle_a_prefix_hit_early(patch):
 
     def bind(self, meta, original=worker.WorkerHalf.bind):
         original(self, meta)
-        for command in decode(meta.due):
+        for command in decode(StepMeta(*meta).due):
             ids = unpack_ids(command.blocks[0]) if isinstance(command, Settle) else []
             if len(ids) > 1:
                 hit = (pack_ids(ids[:1]),)

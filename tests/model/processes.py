@@ -85,6 +85,10 @@ class Thread:
     def submit(self, packed, fence=None, *, wake=True):
         self.submitted += decode(packed)
 
+    @property
+    def news(self):
+        return bool(self.reports)
+
     def take(self):
         reports, self.reports = self.reports, []
         return reports

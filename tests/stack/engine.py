@@ -21,6 +21,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import neuron_push.vllm.scheduler as scheduler_module
 from neuron_push.commands import Receive, decode, unpack_ids
+from neuron_push.vllm.metadata import StepMeta
 from tests.stack.device import HEADS, WIDTH, Golden, Stream, Work
 from tests.stack.shape import Shape, config_for
 from tests.stack.wire import MemoryListener
@@ -246,7 +247,8 @@ class Engine:
         output = self.scheduler.schedule()
         self.unasked = False
         meta, output.kv_connector_metadata = output.kv_connector_metadata, None
-        for command in decode(meta.now):
+        told = StepMeta(*meta)
+        for command in decode(told.now):
             if isinstance(command, Receive) and command.start < command.stop:
                 for block in unpack_ids(command.blocks[0]):
                     self.registered[command.attempt, block] = self.epochs[block]
@@ -255,7 +257,7 @@ class Engine:
             output,
             works,
             [],
-            eventful=bool(works or meta.now or meta.due or meta.rejected or meta.handed),
+            eventful=bool(works or told.now or told.due or told.rejected or told.handed),
         )
         packed = pickle.dumps(meta)
         self._batches.append(batch)

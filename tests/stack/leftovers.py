@@ -27,7 +27,7 @@ def _left_at(engine: Engine) -> Iterator[tuple[object, str, object]]:
     found = {
         "blocks in use": used, "requests": engine.scheduler.requests,
         "pins": half._pins._pins, "running prefills": half._prefills.running,
-        "waiting decodes": half._decodes._waiting, "steps": engine._batches,
+        "waiting decodes": half._decodes.waiting, "steps": engine._batches,
     }  # fmt: skip
     yield from ((engine, name, what) for name, what in found.items() if what)
     for worker in engine.workers:

@@ -38,7 +38,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from neuron_push.commands import Receive, Settle, unpack_ids
 from neuron_push.vllm import compat
-from neuron_push.vllm.metadata import WorkerMeta
+from neuron_push.vllm.handovers import Handovers
+from neuron_push.vllm.metadata import StepMeta, WorkerMeta
 
 BLOCK = 16
 MODEL = {
@@ -141,9 +142,11 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
         self.outputs: list[Any] = []
-        # Finished requests whose blocks vLLM keeps, by pin, and the ranks that are done with them.
-        self._handed: dict[int, str] = {}
-        self._done: dict[int, set[int]] = {}
+        # What each rank knows of prompts whose blocks vLLM keeps, and which ranks reported them.
+        self._handovers = [
+            Handovers() for _ in range(self.config.parallel_config.tensor_parallel_size)
+        ]
+        self._done: dict[str, int] = {}
         self._serial = count(1)
 
     def close(self) -> None:
@@ -189,7 +192,15 @@ class Engine:
         """A scheduler output and the metadata in it."""
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
-        self._handed.update(getattr(meta, "handed", ()))
+        if isinstance(meta, tuple):
+            meta = StepMeta(*meta)
+        self._freed: list[tuple[int, int]] = []
+        for pin, name in getattr(meta, "handed", ()):
+            for rank, each in enumerate(self._handovers):
+                if name:
+                    each.add(pin, name)
+                elif each.take_back(pin):
+                    self._freed.append((pin, rank))
         return output, meta
 
     def update(self, output: Any, **told: Any) -> None:
@@ -203,22 +214,27 @@ class Engine:
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
-            kv_connector_output=connector_output(**self._as_workers_say(**told)),
+            kv_connector_output=connector_output(
+                **self._as_workers_say(output.finished_req_ids, **told)
+            ),
         )
         for each in self.scheduler.update_from_output(output, runner).values():
             self.outputs += each.outputs
 
-    def _as_workers_say(self, unpinned: Any = (), **told: Any) -> dict[str, Any]:
+    def _as_workers_say(self, finished: Any, unpinned: Any = (), **told: Any) -> dict[str, Any]:
         """Quiet pins of finished requests go by the name of the request, when all ranks agree."""
-        sent = []
+        said = [name for each in self._handovers for name in each.left(finished)]
+        left = self._freed
         for pin, rank in unpinned:
-            if pin in self._handed:
-                ranks = self._done.setdefault(pin, set())
-                ranks.add(rank)
-                if len(ranks) == self.config.parallel_config.tensor_parallel_size:
-                    sent.append(self._handed.pop(pin))
-        left = tuple((pin, rank) for pin, rank in unpinned if pin not in self._done)
-        return {"unpinned": left, "sent": tuple(sent), **told}
+            name = self._handovers[rank].ended(pin)
+            if name is None:
+                left.append((pin, rank))
+            elif name:
+                said.append(name)
+        for name in said:
+            self._done[name] = self._done.get(name, 0) + 1
+        sent = [name for name in {*said} if self._done[name] == len(self._handovers)]
+        return {"unpinned": tuple(left), "sent": tuple(sent), **told}
 
     def step(self, **told: Any) -> Any:
         """Schedule and end one step; returns its metadata."""

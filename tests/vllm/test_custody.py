@@ -109,20 +109,77 @@ def test_a_running_prompt_costs_no_references(start):
 
 
 @asks
-def test_vllm_keeps_a_finished_prompt_until_it_is_sent(start):
+@pytest.mark.parametrize("output", [1, 2])
+def test_vllm_keeps_a_finished_prompt_until_it_is_sent(start, output):
     engine, watch = start(role="kv_producer")
-    request = engine.add(40, PREFILL)
-    step(engine, watch)
-    assert request.is_finished()
+    request = engine.add(40, PREFILL, output=output)
+    told = []
+    while not request.is_finished():
+        scheduled, meta = engine.schedule()
+        watch.read(meta)
+        engine.update(scheduled)
+        told += [meta.handed]
     (pin, blocks), *_ = watch.told.items()
     assert references(engine, blocks) == {1}
     assert engine.scheduler.has_finished_requests()
-    output, meta = engine.schedule()
-    assert meta.handed == ((pin, request.request_id),)
-    engine.update(output, unpinned=watch.quiet([pin]))
+    scheduled, meta = engine.schedule()
+    told += [meta.handed]
+    # With the prompt's last step if that ends the request, and else once it has ended.
+    handed = ((pin, request.request_id),)
+    assert told == ([handed, ()] if output == 1 else [(), (), handed])
+    engine.update(scheduled, unpinned=watch.quiet([pin]))
     assert engine.held == 0
     assert not engine.scheduler.requests
     assert not engine.connector.has_pending_push_work()
+
+
+@asks
+@pytest.mark.parametrize("quiet", ["before", "after"])
+def test_a_prompt_that_is_sent_before_its_request_has_ended(start, quiet):
+    """Asynchronous scheduling: the output of the prompt's last step is still to come."""
+    engine, watch = start(role="kv_producer")
+    request = engine.add(40, PREFILL)
+    scheduled, meta = engine.schedule()
+    watch.read(meta)
+    (pin,) = watch.told
+    unpinned = watch.quiet([pin]) if quiet == "before" else ()
+    engine.update(scheduled, unpinned=unpinned)
+    assert request.request_id in engine.scheduler.requests
+    assert engine.held == 3
+    step(engine, watch, unpinned=watch.quiet([pin]) if quiet == "after" else ())
+    assert not engine.scheduler.requests
+    assert engine.held == 0
+    assert not engine.half._pins
+
+
+@asks
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("end", ["preempted", "aborted"])
+def test_a_prompt_whose_request_does_not_end_as_expected_is_taken_back(start, end, quiet):
+    engine, watch = start(role="kv_producer")
+    request = engine.add(40, PREFILL)
+    scheduled, meta = engine.schedule()
+    watch.read(meta)
+    (pin,) = watch.told
+    if quiet:  # its workers keep that to themselves
+        told = engine._as_workers_say((), unpinned=watch.quiet([pin]))
+        assert not told["sent"] and not told["unpinned"]
+    if end == "aborted":
+        engine.abort(request)
+    else:
+        preempt_all(engine)
+        engine.update(scheduled)
+    engine.add([6] * 100)
+    scheduled, meta = engine.schedule()
+    watch.read(meta)
+    assert (pin, "") in meta.handed
+    engine.update(scheduled)
+    for _ in range(20):
+        step(engine, watch, unpinned=watch.quiet(sorted(watch.over)))
+    assert not watch.given_twice
+    assert engine.held == 0
+    assert not engine.scheduler.requests
+    assert not engine.half._pins
 
 
 def test_a_prompt_of_which_a_rank_let_go_early_is_not_reported_sent(start):

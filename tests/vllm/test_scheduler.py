@@ -48,14 +48,17 @@ def test_a_chunked_prefill_settles_chunk_by_chunk(start):
     (one,) = of_kind(first, Settle)
     assert (one.source, one.stop, one.first, one.last) == (offer.source, 64, (0,), False)
     assert not of_kind(first, Near)
-    assert [type(command) for command in second.commands] == [Near, Settle]
+    # Where vLLM asks before it preempts, the end of a prefill leg is told with its last tokens.
+    ends = (second, third) if compat.ASKS_BEFORE_PREEMPTING else (third, second)
+    assert [type(command) for command in second.commands[:2]] == [Near, Settle]
     (two,) = of_kind(second, Settle)
     assert (two.source, two.stop, two.first, two.last) == (offer.source, 100, (4,), True)
     assert two.pin == one.pin
     assert len(one.blocks[0]) == 4
     assert len(two.blocks[0]) == 3
     assert len({*one.blocks[0], *two.blocks[0]}) == 7
-    (gone,) = third.commands
+    (gone,) = of_kind(ends[0], Retire)
+    assert not of_kind(ends[1], Retire)
     assert (gone.source, gone.outcome) == (offer.source, "finished")
     engine.step(unpinned=unpin(one.pin))
     assert engine.held == 0
@@ -350,7 +353,7 @@ def test_an_abort_before_admission_declines(start):
     meta = engine.step()
     (none,) = of_kind(meta, Receive)
     assert none.start == none.stop
-    assert not engine.half._decodes._waiting
+    assert not engine.half._decodes.waiting
 
 
 @pytest.mark.parametrize("drained_first", [True, False])
