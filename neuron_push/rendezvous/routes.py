@@ -167,6 +167,11 @@ class Routes:
         greeting, context = route.greetings.pop(link), self._context
         newest = self._answered(route, greeting, link)
         name = f"prefill rank {greeting.peer.rank}"
+        # Our agent was replaced while the hello travelled: whoever loads it finds nobody.
+        stale = newest and greeting.hello.agent != context.agent
+        if isinstance(answer, Refusal) and stale:
+            self._renew(route, greeting)
+            return None
         if isinstance(answer, Refusal):
             return self._fail(route, f"{name} refused: {answer.reason}")
         if not self._welcomes(route, greeting.peer, answer):
@@ -177,10 +182,8 @@ class Routes:
                 return self._fail(route, f"{name} was greeted again meanwhile")
             route.links.append(newer)
             return self._check_ready(route, now)
-        if greeting.hello.agent != context.agent:
-            # Our agent was replaced while the hello travelled.
-            renewed = replace(greeting.hello, agent=context.agent, metadata=context.metadata)
-            self._greet(route, greeting.peer, renewed)
+        if stale:
+            self._renew(route, greeting)
             return None
         agent = AgentName(answer.agent)
         ask = Ask(greeting.hello.ask, Stripe(*greeting.hello.stripe))
@@ -277,6 +280,12 @@ class Routes:
         hello = replace(hello, link=link)
         route.greetings[link] = Greeting(peer, hello)
         self._context.act(Greet(link, peer.address, hello))
+
+    def _renew(self, route: Route, greeting: Greeting) -> None:
+        """Say a hello again, with the agent of today."""
+        context = self._context
+        hello = replace(greeting.hello, agent=context.agent, metadata=context.metadata)
+        self._greet(route, greeting.peer, hello)
 
     def _check_ready(self, route: Route, now: float) -> Verdict | None:
         if route.greetings:

@@ -225,10 +225,14 @@ class Process:
 
     def _answer(self, action):
         caller, link, late = action.token
-        if action.metadata:
-            self.loaded[action.generation].add(action.metadata.decode())
+        message, agent = action.message, action.metadata.decode()
+        if agent and agent not in self.world.agents:  # replaced since it said hello, or dead
+            message = Refusal(f"cannot load the metadata of {agent}")
+            self.later(0.0, ev.Unreachable(agent, "cannot be loaded"))
+        elif agent:
+            self.loaded[action.generation].add(agent)
         if not late:
-            caller.later(self.world.side_delay(), ev.Greeted(link, action.message))
+            caller.later(self.world.side_delay(), ev.Greeted(link, message))
 
     def _notify(self, action):
         world = self.world

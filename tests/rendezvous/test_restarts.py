@@ -8,6 +8,7 @@ from neuron_push.protocol import Cancel, Cancelled, Hello, Match, Register, Soon
 from neuron_push.rendezvous.events import HelloArrived, Unreachable
 from tests.rendezvous.net import CONFIG, Faults
 from tests.rendezvous.shapes import Shape
+from tests.rendezvous.stories import Story
 from tests.rendezvous.world import World
 
 ONE = Shape()
@@ -153,6 +154,30 @@ def test_a_hello_that_was_overtaken_does_not_mute_a_pair_for_ever():
     world.run(2 * CONFIG.silence)
     assert request(world, 3).reported == {0: True}
     world.settle_down()
+
+
+def test_a_hello_whose_agent_was_replaced_on_its_way_is_said_again():
+    story = Story()
+    world, decode, other = story.world, story.decode, story.world.engines["P1"]
+    story.until(story.moving)
+    delays = iter([0.001, 0.001, 1.0])  # who is there, the answer, and a hello that takes its time
+    world.side_delay = lambda: next(delays, 0.001)
+    match = Match("u", "c", b"other", 8)
+    attempt = decode.receive(match, "other", "P1")
+    source = other.offer(match)
+    other.settle(source, "other", 0, 8, 8, last=True)
+    other.retire(source, "finished")
+    story.until(lambda: any(route.greetings for route in routes_of(decode)))
+    assert story.moving()
+    story.lose(decode)
+    world.run(3.0)
+    assert decode.processes[0].core.generations._context.generation > 0
+    assert attempt.reported == {0: True}
+    world.settle_down()
+
+
+def routes_of(engine):
+    return engine.processes[0].core._routes._routes.values()
 
 
 def test_many_restarts_leave_nothing_behind():
