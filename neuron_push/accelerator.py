@@ -168,6 +168,9 @@ class DoneFence:
         return True
 
 
+DONE: Final = DoneFence()
+
+
 class CpuAccelerator:
     """Host memory: the forward pass runs on the calling thread, so its end needs no mark."""
 
@@ -200,7 +203,7 @@ class CpuAccelerator:
         pass
 
     def record_fence(self) -> Fence:
-        return DoneFence()
+        return DONE
 
     def mover(self) -> Mover:
         return HostMover()

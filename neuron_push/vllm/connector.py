@@ -6,11 +6,10 @@ the order in which runners call them is recorded in tests/vllm_hooks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from neuron_push.vllm.metadata import Packed
     from neuron_push.vllm.scheduler import SchedulerHalf
     from neuron_push.vllm.worker import WorkerHalf
 
@@ -159,9 +157,9 @@ class NeuronPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     register_kv_caches = _worker("register")
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        self._in_worker.bind(cast("Packed", connector_metadata))
+    bind_connector_metadata = _worker("bind")
+    has_connector_metadata = _worker("bound")
+    clear_connector_metadata = _worker("clear")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Registrations have left when the metadata was bound."""

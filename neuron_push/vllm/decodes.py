@@ -33,7 +33,10 @@ MOST_PINS = 4096
 
 @dataclass(slots=True, eq=False)
 class Decode:
-    """A request whose prompt another engine computes, or one that must fail."""
+    """A request whose prompt another engine computes, or one that must fail.
+
+    Known until its load has ended, well or not, or is not wanted; nothing is asked for it then.
+    """
 
     leg: DecodeLeg | None
     match: Match | Prompt | None
@@ -41,7 +44,6 @@ class Decode:
     computed: int = 0  # tokens found in the local prefix cache
     attempt: int = 0  # 0: not registered
     pin: int = -1
-    settled: bool = False  # loaded, failed or not wanted: never ask again
 
 
 class Decodes:
@@ -80,7 +82,7 @@ class Decodes:
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many prompt tokens beyond `computed` another engine will push."""
         decode = self.waiting.get(request.request_id)
-        if decode is None or decode.settled or decode.attempt:
+        if decode is None or decode.attempt:
             return 0, False
         prompt = request.num_prompt_tokens
         decode.computed = computed
@@ -95,10 +97,10 @@ class Decodes:
     ) -> None:
         """Blocks are allocated: pin and register them, or let the prompt go."""
         decode = self.waiting.get(request.request_id)
-        if decode is None or decode.settled or decode.attempt:
+        if decode is None or decode.attempt:
             return
         if external == 0:
-            decode.settled = True
+            del self.waiting[request.request_id]
             self._decline(decode, request.request_id)
             return
         start, stop = decode.computed, decode.computed + external
@@ -151,16 +153,15 @@ class Decodes:
         Until now vLLM keeps the blocks of a loading request whatever becomes of it, so only
         loads that end before they are quiet cost references of ours.
         """
-        decode = self.waiting.get(name)
-        if decode is not None and not decode.settled:
-            decode.settled = True
+        decode = self.waiting.pop(name, None)
+        if decode is not None:
             pins.hold(decode.pin)
             pins.ends(decode.pin)
 
     def finished(self, request: Request, pins: Pins) -> None:
         """A request leaves the engine: stop what is under way for it."""
         decode = self.waiting.pop(request.request_id, None)
-        if decode is None or decode.settled:
+        if decode is None:
             return
         if decode.attempt:
             self._commands.append(Abandon(decode.attempt, status_text(request)))
@@ -187,7 +188,7 @@ class Decodes:
 
     def _fail(self, decode: Decode, name: str, ids: list[int]) -> None:
         logger.warning("request %s fails: %s", name, decode.reject)
-        decode.settled = True
+        del self.waiting[name]
         self._rejected.append((name, decode.reject, tuple(ids)))
 
 

@@ -94,6 +94,8 @@ def parse(params: Mapping[str, Any] | None, role: str, mode: Mode = "auto") -> L
         return None
     if type(params) is not dict and not isinstance(params, Mapping):  # the latter costs more
         raise ParamsError(f"kv_transfer_params is a {type(params).__name__}, not an object")
+    if (plain := _plain_prefill_leg(params)) is not None and role != "kv_consumer":
+        return PrefillLeg(plain, mode != "push")
     try:
         if params.get("do_remote_prefill"):
             return _decode_leg(msgspec.convert(params, _SaidByDecode), role, mode)
@@ -109,6 +111,20 @@ def parse(params: Mapping[str, Any] | None, role: str, mode: Mode = "auto") -> L
         raise ParamsError(f'transfer_mode is {mark!r}, but this engine is set to "mode": "{mode}"')
     # Unless told otherwise a prefill leg's answer names its blocks.
     return PrefillLeg(said.transfer_id or "", (mark or mode) != "push")
+
+
+def _plain_prefill_leg(params: Mapping[str, Any]) -> str | None:
+    """The transfer of a prefill leg that says no more, as nearly all do, and nothing wrong.
+
+    Seen without the schema, of which much is to be fetched from memory in an engine's step.
+    """
+    said = params.get
+    other, transfer = said("do_remote_prefill"), said("transfer_id")
+    if said("do_remote_decode") is not True or not (other is None or other is False):
+        return None
+    if type(transfer) is not str or len(transfer) > MAX_TEXT:
+        return None
+    return transfer if said("transfer_mode") is None else None
 
 
 def _decode_leg(said: _SaidByDecode, role: str, mode: Mode) -> DecodeLeg:

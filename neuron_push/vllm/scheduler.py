@@ -227,8 +227,8 @@ class SchedulerHalf:
         """Take what the workers report with a step's results."""
         if self._pins is None:
             return
-        meta = output.kv_connector_worker_meta
-        if isinstance(meta, WorkerMeta):
+        if (meta := output.kv_connector_worker_meta) is not None:
+            assert isinstance(meta, WorkerMeta)
             for pin, rank in meta.unpinned:
                 self._pins.quiet(pin, rank)
             for name, reason in meta.failures:
@@ -270,7 +270,7 @@ class SchedulerHalf:
         if held and now < self._shown_at + TOLD:
             return None
         self._shown, self._shown_at = held, now
-        blocks, age = self.pinned()
+        blocks, age = self.pinned() if held else (0, 0.0)
         gauges = {"pinned_blocks": blocks, "pinned_age_seconds": age}
         return PushStats({"counters": {}, "samples": {}, "gauges": gauges})
 

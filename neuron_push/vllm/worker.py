@@ -76,6 +76,7 @@ class WorkerHalf:
         self._thread: TransferThread | None = None
         self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
+        self._in_step = False
         self._idle = False  # whether this step computes nothing
         # Packed commands of the step until its settle point, and whether they are urgent.
         self._due: list[bytes] = []
@@ -195,6 +196,7 @@ class WorkerHalf:
         # What a runner that called no later hook left behind, or what had to wait for its output.
         if self._due:
             self._settle()
+        self._in_step = True
         if not meta:
             self._idle = False
             return
@@ -217,6 +219,14 @@ class WorkerHalf:
             thread.submit(now, wake=bool(attempts))
             if thread.failure is not None:
                 self._fail_all(f"the transfer thread stopped: {thread.failure}")
+
+    def bound(self) -> bool:
+        """Whether a step is under way."""
+        return self._in_step
+
+    def clear(self) -> None:
+        """A step is over."""
+        self._in_step = False
 
     def _hear_of(self, handed: Sequence[tuple[int, str]]) -> None:
         for pin, request in handed:
@@ -296,7 +306,8 @@ class WorkerHalf:
     def _watch(self, thread: TransferThread, found: Results) -> None:
         """Something is under way: wait for it if there is nothing else to do, but not for ever."""
         # vLLM may look at what a step reports only after the next one, which must not wait then.
-        if self._idle and not (self._rejected or self._told or found.finished_sending):
+        told = thread.news or self._rejected or self._told or found.finished_sending
+        if self._idle and not told:
             self._wait(thread)
         if not thread.news and thread.stands >= self._doubt and self._kept(thread):
             self._stalled(thread)

@@ -39,6 +39,18 @@ def test_the_words_of_vllms_push_connector_are_understood():
     assert parse(params, "kv_both", "push") == PrefillLeg("x", pull=False)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"transfer_id": "x" * 5000}, {"transfer_id": 5}, {"do_remote_prefill": 0}]
+)
+def test_a_plain_prefill_leg_is_held_to_the_same_rules(wrong):
+    plain = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
+    assert parse(plain, "kv_both") == PrefillLeg("x", pull=True)
+    with pytest.raises(ParamsError, match=f"{next(iter(wrong))} is"):
+        parse({**plain, **wrong}, "kv_both")
+    with pytest.raises(ParamsError, match="decode engine"):
+        parse(plain, "kv_consumer")
+
+
 FINISHED = {**DECODE, "remote_block_ids": [[4, 5], []], "remote_engine_id": "e", "tp_size": 1}
 UNFINISHED = [None, [], (), [[]], [(), []]]
 
