@@ -36,6 +36,11 @@ class Write:
         """The agent whose memory it changes."""
         return self.target
 
+    @property
+    def lane(self) -> tuple[int, int]:
+        """Ranks of prefill and decode between which it goes."""
+        return rank_of(self.writer), rank_of(self.target)
+
 
 @dataclass(frozen=True)
 class Read:
@@ -57,6 +62,11 @@ class Read:
         return self.reader
 
     @property
+    def lane(self) -> tuple[int, int]:
+        """Ranks of prefill and decode between which it goes."""
+        return rank_of(self.owner), rank_of(self.reader)
+
+    @property
     def piece(self) -> int:
         """What its slab is kept for."""
         return self.number
@@ -72,9 +82,14 @@ class Effects:
     closed: list[str] = field(default_factory=list)  # agents
     # Attempts that a request is about to decode over: (attempt, start, stop).
     received: list[tuple[int, int, int]] = field(default_factory=list)
-    # Pieces (attempt, start, stop, piece) whose unpacking begins, and whose has ended well.
-    unpacks: list[tuple[int, int, int, int]] = field(default_factory=list)
-    unpacked: list[tuple[int, int, int, int]] = field(default_factory=list)
+    # Pieces (lane, attempt, start, stop, piece) whose unpacking begins, and whose has ended well.
+    unpacks: list[tuple] = field(default_factory=list)
+    unpacked: list[tuple] = field(default_factory=list)
+
+
+def rank_of(agent: str) -> int:
+    """The rank that an agent is of."""
+    return int(agent.split("/")[1])
 
 
 def check(held, complaint):

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from neuron_push.commands import Command
-from neuron_push.protocol import Address, Match
+from neuron_push.protocol import Match
 from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.decodes import Decodes
 from neuron_push.vllm.metadata import pack
 from neuron_push.vllm.params import DecodeLeg
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
-from tests.model.processes import BLOCK, TIMEOUT, Process, check
+from tests.model.effects import BLOCK, check
+from tests.model.processes import Process
+from tests.model.ranks import LISTENER, TIMEOUT
 
 VLLM = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
 ONE_GROUP = SimpleNamespace(kv_cache_groups=[])  # of which none lets blocks go while it runs
@@ -88,7 +92,8 @@ class Engine:
     def __init__(self, process: Process, blocks: int):
         self.process = process
         self.pool = Pool(blocks)
-        self.pins = Pins(self.pool, 1)
+        self.pins = Pins(self.pool, process.world)
+        self.aggregator = KVOutputAggregator(process.world)
         self.commands: list[Command] = []
         self.due: list[Command] = []
         self.handed: list[tuple[int, str]] = []
@@ -97,31 +102,31 @@ class Engine:
         self.left: tuple[str, ...] = ()  # requests that have finished since the last step
 
     def bind(self):
-        """The step's metadata goes to the worker half."""
+        """The step's metadata goes to the worker halves."""
         meta = pack(self.commands, self.due, self.rejected, self.handed, False, 0)
         self.handed.clear()
         self.due.clear()
         self.commands.clear()
         self.rejected.clear()
-        self.process.worker.bind(meta)
+        for rank in self.process.ranks:
+            rank.worker.bind(meta)
         self.process.submit()
 
     def results(self):
-        """What the worker half says at the end of a step: (sent, ended, failed)."""
-        worker = self.process.worker
-        found = worker.results(self.left)
-        sent, ended, failed = found.finished_sending, found.finished_recving, found.failed_recving
+        """What all worker halves say at the end of a step: (sent, ended, failed)."""
+        outputs = [_output(rank.worker, self.left) for rank in self.process.ranks]
         self.left = ()
-        worker.bad_blocks()
-        told = worker.worker_meta()
-        for pin, rank in told.unpinned if told else ():
+        told = self.aggregator.aggregate(outputs)
+        result = told.kv_connector_output
+        meta = result.kv_connector_worker_meta
+        for pin, rank in meta.unpinned if meta else ():
             self.pins.quiet(pin, rank)
-        return sent, ended, failed
+        return result.finished_sending or (), result.finished_recving or (), result.failed_recving
 
     def pending(self):
         """Whether a step would change anything."""
-        thread = self.process.thread
-        return bool(self.commands or self.due or self.rejected or self.left or thread.reports)
+        reports = any(rank.thread.reports for rank in self.process.ranks)
+        return bool(self.commands or self.due or self.rejected or self.left or reports)
 
     def waits(self):
         """Whether the next step has something to pass on, and none is running."""
@@ -150,7 +155,7 @@ class DecodeEngine(Engine):
         _, name, transfer, prompt, tokens, pull = leg
         request = self.requests[name] = Request(name, prompt, tokens)
         match = Match(transfer, "base", prompt.encode(), tokens)
-        where = DecodeLeg(transfer, Address("P", 1), "", "", None, pull)
+        where = DecodeLeg(transfer, LISTENER, "", "", None, pull)
         self.decodes.begin(request, where, match)
 
     def step(self):
@@ -328,7 +333,8 @@ class PrefillEngine(Engine):
             for index, block in enumerate(request.blocks if request else ()):
                 block.content = (request.prompt, index)
         self.scheduled = None
-        self.process.worker.settle()
+        for rank in self.process.ranks:
+            rank.worker.settle()
         self.process.submit()
         sent, _, _ = self.results()
         for name in sorted(sent):
@@ -401,7 +407,7 @@ class PrefillEngine(Engine):
         return waits and bool(self.preempted or self.pool.free())
 
     def pending(self):
-        return super().pending() or bool(self.process.worker._due)
+        return super().pending() or any(rank.worker._due for rank in self.process.ranks)
 
     def readable(self):
         """(pin, block, content) triples that WRITEs may read."""
@@ -411,6 +417,17 @@ class PrefillEngine(Engine):
             for block in (*pin.blocks, *(self.pool.blocks[i] for i in pin.ids))
             if block.content is not None
         )
+
+
+def _output(worker, left):
+    """What a worker half says at the end of a step, as vLLM passes it on."""
+    found = worker.results(left)
+    worker.bad_blocks()
+    told = KVConnectorOutput(
+        finished_sending=found.finished_sending, finished_recving=found.finished_recving,
+        failed_recving=found.failed_recving, kv_connector_worker_meta=worker.worker_meta(),
+    )  # fmt: skip
+    return SimpleNamespace(kv_connector_output=told)
 
 
 def _new(request, hit):

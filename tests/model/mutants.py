@@ -6,8 +6,9 @@ from copy import copy
 from dataclasses import replace
 
 from neuron_push.commands import Settle, decode, encode, pack_ids, unpack_ids
+from neuron_push.protocol import Done
 from neuron_push.rendezvous import consumer, core, landing, ranges, writes
-from neuron_push.rendezvous.attempt import AttemptState
+from neuron_push.rendezvous.attempt import AttemptState, attempt_of
 from neuron_push.rendezvous.events import Opened
 from neuron_push.vllm import pins, prefills, worker
 from neuron_push.vllm.metadata import StepMeta
@@ -210,6 +211,75 @@ def give_a_slab_back_under_its_unpacking(patch):
     patch.setattr(landing.Landings, "arrived", arrived)
 
 
+def decode_when_one_rank_has_sent(patch):
+    """Decode takes what one prefill rank owed for all of it."""
+
+    def complete(self, attempt, now, original=consumer.Consumer._complete):
+        span = attempt.command.start, attempt.command.stop
+        if any(share.holds(*span) for share in attempt.shares.values()):
+            for share in attempt.shares.values():
+                share.landed.add(*span)
+        original(self, attempt, now)
+
+    patch.setattr(consumer.Consumer, "_complete", complete)
+
+
+def count_ranks_that_are_done(patch):
+    """Decode counts what it hears of ranks that are done, not the ranks."""
+
+    def on_message(self, link, message, now, original=consumer.Consumer.on_message):
+        attempt = self.attempts.get(attempt_of(message.attempt))
+        if attempt is not None and isinstance(message, Done) and link.id in attempt.shares:
+            first = next(iter(attempt.shares.values()))
+            first.parts += 1  # of no use here otherwise
+            if first.parts == len(attempt.shares):
+                for share in attempt.shares.values():
+                    share.landed.add(attempt.command.start, attempt.command.stop)
+        original(self, link, message, now)
+
+    patch.setattr(consumer.Consumer, "on_message", on_message)
+
+
+def take_one_rank_for_all(patch):
+    """Decode takes one rank's word that nothing lands any more for that of its engine."""
+
+    def quieten(self, attempt, share, original=consumer.Consumer._quieten):
+        for each in attempt.shares.values():
+            original(self, attempt, each)
+
+    patch.setattr(consumer.Consumer, "_quieten", quieten)
+
+
+def fence_all_ranks_with_one(patch):
+    """Decode takes the loss of one rank for the end of what all ranks of its engine WRITE."""
+
+    def link_lost(self, link, reason, now, original=consumer.Consumer.link_lost, **how):
+        loud = original(self, link, reason, now, **how)
+        for attempt in list(self.attempts.values()):
+            for share in attempt.shares.values():
+                if share.link is not link and link.id in attempt.shares:
+                    self._quieten(attempt, share)
+            self._finish_drain(attempt)
+        return loud
+
+    patch.setattr(consumer.Consumer, "link_lost", link_lost)
+
+
+def unpin_with_the_first_rank(patch):
+    """The scheduler half frees a pin when one rank has let go of it."""
+
+    def quiet(self, number, rank):
+        if number in self._pins:
+            self.drop(number)
+
+    patch.setattr(pins.Pins, "quiet", quiet)
+
+
+def unpin_on_decode_with_the_first_rank(patch):
+    """The same, where two ranks of decode are WRITTEN into."""
+    unpin_with_the_first_rank(patch)
+
+
 MUTANTS = {
     free_on_timeout: "abort and timeouts",
     free_on_handle_release: "broken WRITE, aborts",
@@ -237,6 +307,12 @@ MUTANTS = {
     give_a_slab_back_under_its_unpacking: "unpacked, aborts",
     pack_over_what_is_on_its_way: "both, three pieces",
     unpack_all_that_is_granted: "both, aborts",
+    decode_when_one_rank_has_sent: "two ranks of P, abort",
+    count_ranks_that_are_done: "two ranks of P, abort",
+    take_one_rank_for_all: "two ranks of P, abort",
+    fence_all_ranks_with_one: "two ranks of P, one is lost",
+    unpin_with_the_first_rank: "two ranks of P, aborts",
+    unpin_on_decode_with_the_first_rank: "two ranks of D, abort",
     forget_to_say_it_again: "abort and timeouts",
 }
 BOUNDS = {**SCENARIOS, **NIGHT}

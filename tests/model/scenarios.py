@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.model.space import Bounds, D, Leg, P
+from tests.model.bounds import Bounds, D, Leg, P
 
 ONE = (Leg(P, "p", "t"), Leg(D, "d", "t"))
 SHORT = (Leg(P, "p", "t", tokens=4), Leg(D, "d", "t", tokens=4))
@@ -52,6 +52,7 @@ SCENARIOS = {
     "unpacked, false alarm": Bounds(SHORT, staged="unpacked", alarms=(0, 1)),
     "both, aborts": Bounds(ONE, staged="both", aborts=(0, 1)),
     "both, three pieces": Bounds(LONG, staged="both", blocks=(3, 3)),
+    "two ranks of P, abort": Bounds(SHORT, ranks=(2, 1), aborts=(0, 1)),
     "pull, unpacked": Bounds(PULL, staged="unpacked", aborts=(0, 1), slow=UNPACKING),
 }
 
@@ -100,5 +101,18 @@ NIGHT = {
         ONE, staged="both", broken=1, aborts=(0, 1), slow=GENERATIONS | UNPACKING
     ),
     "both, timeouts": Bounds(ONE, staged="both", aborts=(0, 1), lates=(1, 1), deaf=True),
+    "two ranks of P, aborts": Bounds(ONE, ranks=(2, 1), aborts=(1, 1)),
+    "two ranks of P, one is lost": Bounds(SHORT, ranks=(2, 1), losses=(1, 0)),
+    "two ranks of P, false alarm": Bounds(SHORT, ranks=(2, 1), alarms=(0, 1), slow=GENERATIONS),
+    "two ranks of P, timeouts": Bounds(SHORT, ranks=(2, 1), aborts=(0, 1), lates=(1, 1), deaf=True),
+    "two ranks of D, abort": Bounds(SHORT, ranks=(1, 2), aborts=(0, 1)),
+    "two ranks of D, aborts": Bounds(ONE, ranks=(1, 2), aborts=(1, 1)),
+    "two ranks of D, one is lost": Bounds(SHORT, ranks=(1, 2), losses=(0, 1)),
+    "two ranks of D, false alarms": Bounds(SHORT, ranks=(1, 2), alarms=(1, 1)),
+    "two ranks of each": Bounds(SHORT, ranks=(2, 2), aborts=(0, 1)),
+    "two ranks, pull": Bounds(PULL, ranks=(2, 1), aborts=(1, 1)),
+    "two ranks, unpacked": Bounds(
+        SHORT, ranks=(2, 1), staged="unpacked", aborts=(0, 1), slow=UNPACKING
+    ),
     "prefix hit, preemption": Bounds(HIT, preempts=1, aborts=(1, 1), blocks=(4, 2), slow=STEPS),
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.model.bounds import D
+from tests.model.effects import Broken
 from tests.model.mutants import ENDLESS, MUTANTS, hunt
-from tests.model.processes import Broken
 from tests.model.scenarios import MOST, NIGHT, SCENARIOS
 from tests.model.space import Counterexample, Space
 
@@ -25,6 +26,9 @@ def explore(bounds, most=10**6, *, whole=True):
 def test_promises_hold_in_every_state(name):
     space = explore(SCENARIOS[name])
     assert len(space.parents) > LEAST[name]
+    labels = {label[:2] for entry in space.parents.values() if entry for label in [entry[1]]}
+    assert (D, "finish") in labels
+    assert space.judge.lanes() == space.machines.pair.lanes
 
 
 @pytest.mark.nightly

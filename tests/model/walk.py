@@ -6,14 +6,20 @@ happen now. At the end faults stop, and everything must end and every block come
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from neuron_push.protocol import decode_notification
+from tests.model.bounds import NAMES, D, P
+from tests.model.effects import check, rank_of
 from tests.model.engines import DecodeEngine, PrefillEngine
-from tests.model.processes import Process, check
-from tests.model.space import BROKEN, FLYING, LANDED, NAMES, D, P, base
+from tests.model.machines import BROKEN, FLYING, LANDED, seen
+from tests.model.processes import Process
+from tests.model.ranks import pair
 
 BLOCKS = (9, 7)
+# Of prefill and decode, by seed.
+RANKS = ((1, 1), (2, 1), (1, 1), (1, 2))
 # Of a step: how likely it is a fault, and which.
 FAULT = 0.04
 # Messages that may still arrive again.
@@ -26,6 +32,7 @@ class Walk:
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
+        self.pair = pair(ranks=RANKS[seed % len(RANKS)])
         self.steps = 0
         self.requests = 0
         self.received = 0
@@ -41,7 +48,8 @@ class Walk:
 
     def start(self, side):
         self.incarnations[side] += 1
-        process = Process(NAMES[side], ("producer", "consumer")[side], self.incarnations[side])
+        role = ("producer", "consumer")[side]
+        process = Process(NAMES[side], role, self.incarnations[side], self.pair)
         kind = PrefillEngine if side == P else DecodeEngine
         process.engine = kind(process, BLOCKS[side])
         process.prompt = self.rng.random() < 0.7
@@ -64,15 +72,15 @@ class Walk:
             self.writes = {w: x for w, x in self.writes.items() if w.writer not in effects.closed}
         for attempt, start, stop in effects.received:
             self.received += 1
-            for token in range(start, stop):
-                there = (process.incarnation, attempt, token) in self.landed
+            for lane, token in itertools.product(self.pair.lanes, range(start, stop)):
+                there = (process.incarnation, lane, attempt, token) in self.landed
                 check(there, f"D decodes over token {token} of attempt {attempt}, not landed")
-        if event[0] not in ("message", "soon") or effects.posted or self.writes:
+        if event[0] != "soon" or effects.posted or self.writes:
             self.judge()
 
     def open(self, side):
         process = self.processes[side]
-        return process.open.values() if process is not None else ()
+        return process.open() if process is not None else ()
 
     def judge(self):
         """Promises 1 and 2, and WRITEs that nobody can see the end of are dropped."""
@@ -114,7 +122,8 @@ class Walk:
             letter = self.rng.choice(found)
             if self.rng.random() < 0.8:
                 self.letters.remove(letter)
-            self.do(side, "message", letter[0], decode_notification(letter[2]))
+            sender, agent, message = letter
+            self.do(side, "at", rank_of(agent), "message", sender, decode_notification(message))
 
     def engine(self, side):
         engine = self.processes[side].engine
@@ -123,10 +132,10 @@ class Walk:
             self.do(side, *self.rng.choice(events))
 
     def internal(self, side):
-        process = self.processes[side]
-        for waiting, name in ((process.opening, "opened"), (process.closing, "closed")):
-            if waiting:
-                self.do(side, name)
+        for rank in self.processes[side].ranks:
+            for waiting, name in ((rank.opening, "opened"), (rank.closing, "closed")):
+                if waiting:
+                    self.do(side, "at", rank.number, name)
 
     def repeat(self, side):
         self.do(side, "soon")
@@ -134,14 +143,16 @@ class Walk:
     def question(self, side):
         if not self.asked:
             return
-        kind, *rest = self.asked.pop(self.rng.randrange(len(self.asked)))
+        kind, asked, rank, *rest = self.asked.pop(self.rng.randrange(len(self.asked)))
         p, d = self.processes
-        if kind == "find" and d is not None and rest[1] == d.incarnation:
-            self.do(D, "found", p.incarnation if p else 0)
+        mine = d is not None and asked == d.incarnation
+        if kind == "find" and mine:
+            self.do(D, "at", rank, "found", p.incarnation if p else 0)
         elif kind == "hello" and p is not None:
-            self.do(P, "hello", (rest[0], rest[1]), rest[2])
-        elif kind != "find" and d is not None and rest[0] == d.incarnation:
-            self.do(D, "greeted", rest[1], rest[2] if kind == "answer" else None)
+            self.do(P, "at", rest[1], "hello", (asked, rank, rest[0]), rest[2])
+        elif kind != "find" and mine:
+            answer = rest[1] if kind == "answer" else None
+            self.do(D, "at", rank, "greeted", rest[0], answer)
 
     def land(self, side):
         if not self.writes:
@@ -151,11 +162,11 @@ class Walk:
         if phase == LANDED:
             del self.writes[write]
             if mine:
-                self.do(P, "ended", write.number, "done")
+                self.do(P, "at", write.lane[0], "ended", write.number, "done")
         elif write.target in self.open(D):
             incarnation = self.processes[D].incarnation
             tokens = range(write.start, write.stop)
-            self.landed |= {(incarnation, write.attempt, token) for token in tokens}
+            self.landed |= {(incarnation, write.lane, write.attempt, token) for token in tokens}
             self.letters.append((write.writer, write.target, write.done))
             self.steps += 1
             if mine and phase == FLYING:
@@ -180,13 +191,15 @@ class Walk:
                 self.do(side, *rng.choice(events))
         elif what == "late":
             self.late(side, deaf=rng.random() < 0.5)
-        elif what == "alarm" and process.peers() and rng.random() < 0.5:
-            self.do(side, "unreachable", rng.choice(process.peers()))
+        elif what == "alarm" and rng.random() < 0.5:
+            rank = rng.choice(process.ranks)
+            if peers := rank.peers():
+                self.do(side, "at", rank.number, "unreachable", rng.choice(peers))
         elif what == "break" and self.writes:
             write = rng.choice(list(self.writes))
             if self.writes[write] == FLYING and write.writer in self.open(P):
                 self.writes[write] = BROKEN
-                self.do(P, "ended", write.number, "broken")
+                self.do(P, "at", write.lane[0], "ended", write.number, "broken")
         elif what == "die" and rng.random() < 0.3:
             self.processes[side] = None
             self.writes = {w: x for w, x in self.writes.items() if side != P or x != LANDED}
@@ -203,10 +216,9 @@ class Walk:
 
     def late(self, side, deaf=False):
         process, other = self.processes[side], self.processes[1 - side]
-        alive = ()
-        mine = {base(agent) for agent in process.open.values()}
-        if other is not None and not deaf and mine & {base(agent) for agent in other.peers()}:
-            alive = tuple(other.open.values())
+        alive = ((),) * process.world
+        if other is not None and not deaf:
+            alive = seen(process).hears(seen(other))
         self.do(side, "late", alive)
 
     # -------------------------------------------------------------------- all of it
