@@ -22,8 +22,8 @@ from neuron_push.vllm.params import DecodeLeg
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
 from tests.model.effects import BLOCK, check
+from tests.model.pairs import LISTENER, TIMEOUT
 from tests.model.processes import Process
-from tests.model.ranks import LISTENER, TIMEOUT
 
 VLLM = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
 ONE_GROUP = SimpleNamespace(kv_cache_groups=[])  # of which none lets blocks go while it runs

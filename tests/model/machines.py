@@ -12,8 +12,8 @@ from neuron_push.rendezvous.links import base
 from tests.model.bounds import NAMES, Bounds, P
 from tests.model.engines import DecodeEngine, PrefillEngine
 from tests.model.freeze import Key, clone
+from tests.model.pairs import pair, shared
 from tests.model.processes import Process
-from tests.model.ranks import pair, shared
 
 # A WRITE flies until it has landed; then prefill has yet to see that. One that was called broken
 # may still land, but nobody is told. A READ flies until decode has seen its end.

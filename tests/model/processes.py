@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from neuron_push.rendezvous.events import Open
 from tests.model.effects import Effects
-from tests.model.ranks import SOON, STEP, STEPS, Pair, Rank
+from tests.model.pairs import SOON, STEP, STEPS, Pair
+from tests.model.ranks import Rank
 
 
 class Process:

@@ -1,6 +1,6 @@
 """Long random runs of the model's engines: many requests, all troubles at once, from a seed.
 
-The same real code as in space.py, too long to visit every state: each step does one thing that may
+The same real code as in world.py, too long to visit every state: each step does one thing that may
 happen now. At the end faults stop, and everything must end and every block come back.
 """
 
@@ -14,8 +14,8 @@ from tests.model.bounds import NAMES, D, P
 from tests.model.effects import check, rank_of
 from tests.model.engines import DecodeEngine, PrefillEngine
 from tests.model.machines import BROKEN, FLYING, LANDED, seen
+from tests.model.pairs import pair
 from tests.model.processes import Process
-from tests.model.ranks import pair
 
 BLOCKS = (9, 7)
 # Of prefill and decode, by seed.
