@@ -42,6 +42,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "ports",
             "processes",
             "tracing",
+            "waiting",
         }
     ),
     frozenset(

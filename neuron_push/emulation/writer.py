@@ -20,6 +20,7 @@ from neuron_push.emulation.cost import Clock, Latencies, RealClock
 from neuron_push.emulation.oracle import Oracle, Slots
 from neuron_push.emulation.report import PERIOD, Reporter
 from neuron_push.emulation.requests import Piece
+from neuron_push.waiting import take
 
 # Sums differences over tensor-parallel ranks; the identity for one rank.
 Combine = Callable[[np.ndarray], np.ndarray]
@@ -133,7 +134,7 @@ class Writer:
     def _run(self) -> None:
         while True:
             try:
-                step = self._queue.get(timeout=PERIOD)
+                step = take(self._queue, PERIOD)
             except queue.Empty:
                 self._reporter.idle()
                 continue

@@ -21,6 +21,7 @@ from neuron_push.rendezvous import Tempo
 from neuron_push.transfer.bell import Bell
 from neuron_push.transfer.driver import Driver
 from neuron_push.transfer.sidechannel import SideChannel
+from neuron_push.waiting import take
 
 # While a WRITE is in flight: look again at once some times, then sleep ever longer.
 EAGER = 20
@@ -124,7 +125,7 @@ class Pause:
         if side.client.sockets:
             seconds = min(seconds, ASKING)
         with suppress(Empty):
-            self._wakes.get(timeout=seconds)
+            take(self._wakes, seconds)
 
 
 __all__ = ["Handed", "Pause"]

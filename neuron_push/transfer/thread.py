@@ -41,6 +41,7 @@ from neuron_push.transfer.tally import Tally
 from neuron_push.transfer.tracer import Tracer
 from neuron_push.transform import Mover
 from neuron_push.transport import TransportFactory
+from neuron_push.waiting import take
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class TransferThread:
         """Wait for a report, at most `timeout` seconds; whether there is one."""
         if not self._heard and timeout > 0:
             with contextlib.suppress(Empty):
-                self._heard.append(self._reports.get(timeout=timeout))
+                self._heard.append(take(self._reports, timeout))
                 self.news = True
         return bool(self._heard) or not self._reports.empty()
 
