@@ -10,6 +10,8 @@ identity    semantics, request ids and prompt fingerprints
 explain     middleware: failed transfers answer with their reason
 describe    geometry of the KV caches a runner registers
 pins        references on KV blocks
+custody     whether vLLM's own references are enough
+handovers   finished prompts whose blocks vLLM keeps until they are sent
 metadata    what travels between the halves each step
 stats       Prometheus metrics through vLLM's own hooks
 compat      what differs between the supported vLLM versions
