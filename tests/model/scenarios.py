@@ -28,7 +28,7 @@ STEPS, GREETINGS, GENERATIONS, UNPACKING = (
     frozenset({x}) for x in ("steps", "greetings", "generations", "unpacking")
 )
 
-# Of CI: every state, less than half a minute in all.
+# Of CI: every state, less than a minute in all.
 SCENARIOS = {
     "one request": Bounds(ONE),
     "abort": Bounds(ONE, aborts=(1, 1), slow=STEPS),
@@ -51,7 +51,6 @@ SCENARIOS = {
     "unpacked, timeouts": Bounds(SHORT, staged="unpacked", aborts=(0, 1), lates=(0, 1), deaf=True),
     "unpacked, false alarm": Bounds(SHORT, staged="unpacked", alarms=(0, 1)),
     "both, aborts": Bounds(ONE, staged="both", aborts=(0, 1)),
-    "both, three pieces": Bounds(LONG, staged="both", blocks=(3, 3)),
     "two ranks of P, abort": Bounds(SHORT, ranks=(2, 1), aborts=(0, 1)),
     "pull, unpacked": Bounds(PULL, staged="unpacked", aborts=(0, 1), slow=UNPACKING),
 }
@@ -91,6 +90,7 @@ NIGHT = {
     ),
     "pull, P restarts": Bounds(PULL, crashes=(1, 0), lates=(0, 1), slow=GENERATIONS),
     "pull, D restarts": Bounds(PULL, crashes=(0, 1), lates=(1, 0), slow=GENERATIONS),
+    "both, three pieces": Bounds(LONG, staged="both", blocks=(3, 3)),
     "both, three pieces, an abort": Bounds(
         LONG, staged="both", aborts=(0, 1), blocks=(3, 3), slow=UNPACKING
     ),

@@ -9,7 +9,7 @@ import pytest
 from tests.model.mutants import MUTANTS
 from tests.model.walk import Walk, play
 
-SEEDS, STEPS = 30, 3000
+SEEDS, STEPS = 24, 3000
 NIGHT = 600.0  # seconds
 # Defects that need more than one chance in a few runs are left to the exhaustive checks.
 NOTICED = (
