@@ -154,7 +154,7 @@ async def test_an_abort_storm_corrupts_and_leaks_nothing(fleet: Fleet) -> None:
 async def test_both_legs_sent_again_under_the_same_ids_never_mix(fleet: Fleet) -> None:
     """As routers do it that know one name for a request, and forget its first prefill leg."""
 
-    async def one(number: int) -> bool:
+    async def one(number: int) -> None:
         asked = prompt(1000 + 50 * number, 2100 + number)
         name = f"same-{number}"
         prefill, decode = fleet.prefill_params(name), fleet.decode_params(name, deadline_ms=6000)
@@ -169,14 +169,15 @@ async def test_both_legs_sent_again_under_the_same_ids_never_mix(fleet: Fleet) -
             fleet.post(fleet.decode, asked, request=name, params=decode),
         )
         await forgotten
+        # It may have met the first prefill leg: of one that is over, decode hears that it is.
+        assert answer.seconds < 15, answer
         if answer.ok:
             assert answer.text == await fleet.reference(asked)
-        assert answer.ok or answer.body["error"]["message"], answer
-        return answer.ok
+        else:
+            assert "KV transfer failed: " in answer.body["error"]["message"], answer
+        await fleet.pushes_exactly(asked)
 
-    served = await asyncio.gather(*(one(number) for number in range(4)))
-    print(f"served: {served}")
-    assert sum(served) > len(served) / 2
+    await asyncio.gather(*(one(number) for number in range(4)))
     await fleet.settles()
 
 
@@ -198,14 +199,17 @@ async def test_prompts_that_decode_and_prefill_preempt_are_exact(fleet: Fleet) -
         engine.name: await fleet.metric(engine, PREEMPTIONS)
         for engine in (fleet.prefill, fleet.decode)
     }
-    # Most of the 200 blocks of either cache; each of these grows by four.
-    prompts = [prompt(12 * BLOCK - 10, 1300 + number) for number in range(14)]
+    # Each engine's own prompts and the pushed ones find room among its 200 blocks, and outgrow it.
     own = [prompt(14 * BLOCK - 10, 1320 + number) for number in range(12)]
-    alone = asyncio.gather(*(fleet.post(fleet.prefill, each, tokens=110) for each in own))
-    answers = await asyncio.gather(*(fleet.push(each, tokens=120) for each in prompts))
+    alone = asyncio.gather(
+        *(fleet.post(fleet.prefill, each, tokens=110) for each in own),
+        *(fleet.post(fleet.decode, each, tokens=200) for each in own[:8]),
+    )
+    prompts = [prompt(12 * BLOCK - 10, 1300 + number) for number in range(6)]
+    answers = await asyncio.gather(*(fleet.push(each, tokens=200) for each in prompts))
     assert all(answer.ok for answer in await alone)
     for asked, (_, answer) in zip(prompts, answers, strict=True):
-        assert answer.ok and answer.text == await fleet.reference(asked, 120), answer
+        assert answer.ok and answer.text == await fleet.reference(asked, 200), answer
     for engine in (fleet.prefill, fleet.decode):
         preempted = await fleet.metric(engine, PREEMPTIONS) - before[engine.name]
         print(f"{engine.name} preempted {preempted:.0f} times")
