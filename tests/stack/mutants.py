@@ -73,7 +73,7 @@ MUTANTS = {
     worlds.free_when_the_link_is_lost: ("quarrels", 1),
     worlds.cancelled_before_the_drain: ("losses", 3),
     worlds.decode_without_confirmation: ("pull, freezes", 57),
-    worlds.lend_what_may_go: ("pull", 11),
+    worlds.lend_what_may_go: ("pull, freezes", 0),
     worlds.count_instead_of_sets: ("losses", 31),
     worlds.revive_ended_attempts: ("losses", 39),
     worlds.free_on_timeout: ("quarrels", 42),
