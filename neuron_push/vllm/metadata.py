@@ -102,6 +102,10 @@ NOTHING: Final[Packed] = ()
 IDLE: Final[Packed] = tuple(StepMeta(idle=True))
 
 
+# What WorkerMeta holds, in its order.
+Told = tuple[tuple[tuple[int, int], ...], tuple[tuple[str, str], ...]]
+
+
 class WorkerMeta(KVConnectorWorkerMetadata):
     """Worker half to scheduler half, when there is something to say.
 
@@ -118,6 +122,11 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     ) -> None:
         self.unpinned = unpinned
         self.failures = failures
+
+    @property
+    def told(self) -> Told:
+        """Its fields, as they travel where nobody joins them."""
+        return self.unpinned, self.failures
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         """Join what several ranks say in one step."""

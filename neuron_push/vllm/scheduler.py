@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from neuron_push.commands import Sent
 from neuron_push.config import Config
@@ -22,7 +22,7 @@ from neuron_push.versions import check as check_versions
 from neuron_push.vllm import identity
 from neuron_push.vllm.custody import Custody
 from neuron_push.vllm.decodes import Decodes
-from neuron_push.vllm.metadata import IDLE, NOTHING, Packed, Rejection, WorkerMeta, pack
+from neuron_push.vllm.metadata import IDLE, NOTHING, Packed, Rejection, Told, WorkerMeta, pack
 from neuron_push.vllm.moments import Moments
 from neuron_push.vllm.params import DecodeLeg, ParamsError, PrefillLeg, parse
 from neuron_push.vllm.pins import Pins
@@ -228,10 +228,10 @@ class SchedulerHalf:
         if self._pins is None:
             return
         if (meta := output.kv_connector_worker_meta) is not None:
-            assert isinstance(meta, WorkerMeta)
-            for pin, rank in meta.unpinned:
+            unpinned, failures = meta.told if isinstance(meta, WorkerMeta) else cast("Told", meta)
+            for pin, rank in unpinned:
                 self._pins.quiet(pin, rank)
-            for name, reason in meta.failures:
+            for name, reason in failures:
                 self._remember(name, reason)
         for request in output.finished_sending or ():
             self._prefills.sent(request, self._pins)

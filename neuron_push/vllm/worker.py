@@ -43,7 +43,7 @@ from neuron_push.transport import TransportFactory
 from neuron_push.vllm import describe, identity
 from neuron_push.vllm.compat import FAILS_BY_REQUEST, Results, new_results
 from neuron_push.vllm.handovers import Handovers
-from neuron_push.vllm.metadata import Packed, Rejection, WorkerMeta
+from neuron_push.vllm.metadata import Packed, Rejection, Told, WorkerMeta
 from neuron_push.vllm.stats import TOLD, PushStats
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class WorkerHalf:
         self._thread: TransferThread | None = None
         self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
+        self._alone = False  # the only rank
         self._in_step = False
         self._idle = False  # whether this step computes nothing
         # Packed commands of the step until its settle point, and whether they are urgent.
@@ -109,6 +110,7 @@ class WorkerHalf:
         parallel = config.parallel_config
         tensor_rank, tensor_ranks = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
         self._rank = get_pp_group().rank_in_group * tensor_ranks + tensor_rank
+        self._alone = tensor_ranks * parallel.pipeline_parallel_size == 1
         total = config.model_config.get_total_num_kv_heads()
         heads = describe.held_heads(total, tensor_rank, tensor_ranks)
         self._check_environment()
@@ -333,14 +335,17 @@ class WorkerHalf:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def worker_meta(self) -> WorkerMeta | None:
-        """Pins this rank has let go of since the last call."""
+    def worker_meta(self) -> WorkerMeta | Told | None:
+        """Pins this rank has let go of since the last call; plainly if no other rank's are joined.
+
+        A class is looked up by its name in every process that it comes to.
+        """
         if not self._unpinned and not self._failures:
             return None
-        meta = WorkerMeta(tuple(self._unpinned), tuple(self._failures))
+        told = tuple(self._unpinned), tuple(self._failures)
         self._unpinned.clear()
         self._failures.clear()
-        return meta
+        return told if self._alone else WorkerMeta(*told)
 
     def stats(self) -> PushStats | None:
         """Measurements since they were told last; None when nothing happened.

@@ -71,7 +71,7 @@ def test_a_device_with_events_settles_in_the_step(log):
 def test_a_step_that_begins_before_the_last_output_is_refused(half, monkeypatch):
     """Asynchronous scheduling binds a step while the one before is still on the device."""
     config = half._vllm_config
-    config.parallel_config = types.SimpleNamespace(tensor_parallel_size=1)
+    config.parallel_config = types.SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
     config.model_config = types.SimpleNamespace(get_total_num_kv_heads=lambda: 1)
     config.scheduler_config = types.SimpleNamespace(async_scheduling=True)
     group = types.SimpleNamespace(rank_in_group=0)

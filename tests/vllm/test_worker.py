@@ -28,7 +28,7 @@ from neuron_push.errors import ConfigError, DeadlineExceeded
 from neuron_push.protocol import Address, Match
 from neuron_push.transfer import Tally
 from neuron_push.vllm.compat import FAILS_BY_REQUEST
-from neuron_push.vllm.metadata import IDLE, NOTHING, StepMeta
+from neuron_push.vllm.metadata import IDLE, NOTHING, StepMeta, WorkerMeta
 from neuron_push.vllm.worker import QUIET, WorkerHalf
 from neuron_push.vllm.worker import _accelerator as accelerator_of
 from tests.vllm_hooks import load_traces
@@ -355,6 +355,15 @@ def test_rejections_fail_at_once_and_without_waiting(half, log):
     assert half.bad_blocks() == (set() if FAILS_BY_REQUEST else {3, 4})
     assert not log
     assert reported(half) == (set(), set(), set())
+
+
+def test_an_only_rank_tells_plainly_what_others_tell_to_be_joined(log):
+    half = half_with(log)
+    half._alone = True
+    half._thread.reports = [Unpinned(5)]
+    half.results()
+    assert half.worker_meta() == WorkerMeta(((5, half._rank),)).told
+    assert half.worker_meta() is None
 
 
 def test_pins_are_told_with_the_rank_and_once(log):
