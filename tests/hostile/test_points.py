@@ -31,6 +31,14 @@ def fallen(child, fault):
     return time.monotonic()
 
 
+def ended(scene, d, attempt):
+    """Wait until an attempt is over, well or not; when that was told."""
+    return scene.until(
+        lambda: d.has("ReceiveFailed", attempt) or d.has("Received", attempt),
+        what=lambda: f"the end of {attempt} of {d.state()}",
+    )
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_prefill_rank_that_falls(stage, point, fault):
@@ -48,11 +56,13 @@ def test_a_prefill_rank_that_falls(stage, point, fault):
         p.stop() if fault == "stop" else p.kill()
     fell = fallen(p, fault)
 
-    told = scene.hears(d, "ReceiveFailed", attempt) - fell
+    told = ended(scene, d, attempt) - fell
     assert told < scene.config.silence + SLACK
     scene.hears(d, "Unpinned", attempt)
-    assert not d.has("Received", attempt)
-    assert d.heard["Unpinned", attempt] >= d.trap.closed[0]
+    if d.has("Received", attempt):  # a short WRITE may be all there, and told, when it is posted
+        assert point == "posted" and d.exact(HIT, 1)
+    else:
+        assert d.heard["Unpinned", attempt] >= d.trap.closed[0]
     d.paint(HIT)
     if fault == "stop":
         p.go_on()
@@ -88,8 +98,8 @@ def test_a_decode_rank_that_falls(stage, point, fault):
     if fault == "stop":
         d.go_on()
         attempt = d.hear()
-        ended = ("Received", "ReceiveFailed")
-        scene.until(lambda: any(d.call("has", kind, attempt) for kind in ended))
+        ends = ("Received", "ReceiveFailed")
+        scene.until(lambda: any(d.call("has", kind, attempt) for kind in ends))
         # Whatever it was told, it holds nothing of the prompt that owns the blocks now.
         assert d.call("foreign", HIT, 1) == 0
         assert d.call("exact", HIT, 1) or not d.call("has", "Received", attempt)
