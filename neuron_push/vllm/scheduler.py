@@ -212,7 +212,7 @@ class SchedulerHalf:
         if self._moments is not None:
             self._moments.step(output.num_scheduled_tokens)
         idle = not output.total_num_scheduled_tokens
-        if not (self._commands or self._due or self._rejected):
+        if not (self._commands or self._due or self._rejected or self._handed):
             return IDLE if idle and self._pins else NOTHING
         meta = pack(
             self._commands, self._due, self._rejected, self._handed, idle, self._prefills.layered

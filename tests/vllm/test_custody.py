@@ -10,11 +10,14 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import RequestStatus
 
 from neuron_push.commands import Receive, Retire, Settle
 from neuron_push.vllm import compat, custody
 from neuron_push.vllm.custody import Custody
+from neuron_push.vllm.metadata import StepMeta
 from neuron_push.vllm.pins import Pins
 from neuron_push.vllm.prefills import Prefills
 from tests.vllm.kit import DECODE, PREFILL, Engine, of_kind, preempt_all
@@ -180,6 +183,18 @@ def test_a_prompt_whose_request_does_not_end_as_expected_is_taken_back(start, en
     assert engine.held == 0
     assert not engine.scheduler.requests
     assert not engine.half._pins
+
+
+@asks
+def test_a_prompt_of_which_vllm_kept_less_than_was_told_is_taken_back_at_once(start):
+    """With the next step, which also names the request: workers would report it sent otherwise."""
+    engine, watch = start(role="kv_producer")
+    request = engine.add(40, PREFILL)
+    watch.read(engine.schedule()[1])
+    (pin,) = watch.told
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert engine.half.finished(request, ([],))[0] is False
+    assert StepMeta(*engine.half.build_meta(SchedulerOutput.make_empty())).handed == ((pin, ""),)
 
 
 def test_a_prompt_of_which_a_rank_let_go_early_is_not_reported_sent(start):
