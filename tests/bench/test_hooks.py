@@ -17,7 +17,7 @@ def found(chunk, end, quiet=5.0, tokens=1024, chunks=1, least=60):
     blocks = tokens // 16
     request = [step("chunk", chunk, blocks // chunks)] * chunks + [step("end", end)]
     outlier = [step("chunk", 900 * chunk, blocks // chunks)] * chunks + [step("end", 900 * end)]
-    cost = hooks._summary([request, outlier, request])
+    cost = hooks._summary([[request, outlier, request]] * 2)
     steps = [{"cpu": quiet * 1000, "wall": quiet * 1000, "metadata_bytes": size}
              for size in (52, least)]  # fmt: skip
     parked = hooks._quiet(steps)
@@ -50,6 +50,22 @@ def test_its_budget_is_that_of_its_steps_and_blocks():
     assert row["within_budget"] and row["below_rivals"]
     row, _ = report(found(60, 25))["rows"]
     assert not row["within_budget"] and row["below_rivals"]
+
+
+def test_budgets_are_held_against_the_best_round_and_rivals_against_the_median():
+    def cost(*rounds):
+        return hooks._summary([[[step("chunk", us, 64)]] * 3 for us in rounds])
+
+    summed = cost(80, 35, 90)
+    assert (summed["us"], summed["best_us"]) == (80, 35)
+    assert summed["kinds"]["chunk"]["best_us"] == 35
+    measured = found(40, 15)
+    measured["cases"]["1024 contiguous"] = {"P": summed, "D": summed}
+    still = found(10, 10)
+    still["cases"]["1024 contiguous"] = dict.fromkeys("PD", cost(10, 5, 12))
+    row, _ = report(measured, no_op=still)["rows"]
+    assert (row["us"], row["best_us"]) == (70, 30)
+    assert row["within_budget"]
 
 
 def test_a_large_request_has_a_budget_of_its_own():

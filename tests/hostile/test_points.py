@@ -26,6 +26,10 @@ FAULTS = ["stop", "kill"]
 SETTINGS = {"silence": 1.5, "alive_interval": 0.25, "rotation_interval": 0.2, "lease": 4.0}
 
 
+# Where the bytes must not be all there, and told, as soon as the WRITE is posted.
+LONG = ("half landed", "before the notification")
+
+
 def fallen(child, fault):
     child.wait_until(FALLEN[fault])
     return time.monotonic()
@@ -42,7 +46,7 @@ def ended(scene, d, attempt):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_prefill_rank_that_falls(stage, point, fault):
-    scene = stage(LARGE if point == "half landed" else SMALL, **SETTINGS)
+    scene = stage(LARGE if point in LONG else SMALL, **SETTINGS)
     p, q = scene.child("P", "producer"), scene.child("Q", "producer")
     d = scene.rank("D", "consumer")
     transfer(scene, p, d, "warm")
@@ -81,7 +85,7 @@ def test_a_prefill_rank_that_falls(stage, point, fault):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_decode_rank_that_falls(stage, point, fault):
-    scene = stage(LARGE if point == "half landed" else SMALL, **SETTINGS)
+    scene = stage(LARGE if point in LONG else SMALL, **SETTINGS)
     d, e = scene.child("D", "consumer"), scene.child("E", "consumer")
     p = scene.rank("P", "producer")
     transfer(scene, p, d, "warm")

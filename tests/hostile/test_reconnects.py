@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from statistics import median
 
 import pytest
 
@@ -113,11 +114,16 @@ def many(stage, times):
 
 
 def nothing_grew(before, after, most_kib, what):
+    memory = {"stays": [], "comes and goes": []}
     for name, state in after.items():
         grown = {key: state[key] - before[name][key] for key in ("rss_kib", *MOST)}
         print(f"{what}: {name} has grown by {grown}", flush=True)
-        bounds = {"rss_kib": most_kib[name.rstrip(" 0123456789")], **MOST}
-        assert all(grown[key] <= bounds[key] for key in bounds), f"{what}: {name} {grown}"
+        memory[name.rstrip(" 0123456789")].append(grown["rss_kib"])
+        assert all(grown[key] <= MOST[key] for key in MOST), f"{what}: {name} {grown}"
+    # Of those that do the same, the one in the middle: an allocator's step may fall to any of
+    # them, what is left behind is left by all.
+    for kind, most in most_kib.items():
+        assert median(memory[kind]) <= most, f"{what}: {kind} {memory[kind]} KiB"
 
 
 def settled(scene, lanes, d, number):

@@ -82,6 +82,7 @@ class Process:
     inbox: list = field(default_factory=list)  # what happens to a frozen process
     open: dict[int, str] = field(default_factory=dict)
     loaded: dict[int, set[str]] = field(default_factory=dict)
+    unloadable: set[tuple[int, str]] = field(default_factory=set)  # the core may not know it yet
     writes: dict[int, Write] = field(default_factory=dict)
     reads: dict[int, Read] = field(default_factory=dict)
     # Staging memory: slab -> token -> content; and attempts whose pieces are being unpacked.
@@ -171,10 +172,20 @@ class Process:
 
     def _load(self, action):
         self.world.check(action.generation in self.open, f"{self}: load into a closed generation")
-        self.loaded[action.generation].add(action.agent)
+        self.knows(action.generation, action.agent)
+
+    def knows(self, generation, agent):
+        """Load an agent, if it has not been replaced since it was named, and is not dead."""
+        if agent in self.world.agents:
+            self.loaded[generation].add(agent)
+            return True
+        self.unloadable.add((generation, agent))
+        self.later(0.0, ev.Unreachable(agent, "cannot be loaded"))
+        return False
 
     def _forget(self, action):
         self.loaded.get(action.generation, set()).discard(action.agent)
+        self.unloadable.discard((action.generation, action.agent))
 
     def _note(self, action):
         """Nobody reads the log here."""
@@ -226,17 +237,17 @@ class Process:
     def _answer(self, action):
         caller, link, late = action.token
         message, agent = action.message, action.metadata.decode()
-        if agent and agent not in self.world.agents:  # replaced since it said hello, or dead
+        if agent and not self.knows(action.generation, agent):
             message = Refusal(f"cannot load the metadata of {agent}")
-            self.later(0.0, ev.Unreachable(agent, "cannot be loaded"))
-        elif agent:
-            self.loaded[action.generation].add(agent)
         if not late:
             caller.later(self.world.side_delay(), ev.Greeted(link, message))
 
     def _notify(self, action):
         world = self.world
         world.check(action.generation in self.open, f"{self}: notify through a closed generation")
+        if (action.generation, action.agent) in self.unloadable:
+            self.later(0.0, ev.Unreachable(action.agent, "is not loaded"))
+            return
         known = action.agent in self.loaded[action.generation]
         world.check(known, f"{self}: notify {action.agent}, which is not loaded")
         if action.agent not in world.agents:
@@ -253,6 +264,9 @@ class Process:
         if world.chance(world.faults.unposted):
             self.later(0.0, ev.WriteEnded(action.write, "unposted", "no room"))
             return
+        if (action.generation, action.agent) in self.unloadable:
+            self.later(0.0, ev.WriteEnded(action.write, "broken", "is not loaded"))
+            return
         known = action.agent in self.loaded.get(action.generation, ())
         world.check(known, f"{self}: post towards {action.agent}, which is not loaded")
         write = world.memory.start(self, action)
@@ -267,6 +281,9 @@ class Process:
         world = self.world
         if world.chance(world.faults.unposted):
             self.later(0.0, ev.ReadEnded(action.read, "unposted", "no room"))
+            return
+        if (action.generation, action.agent) in self.unloadable:
+            self.later(0.0, ev.ReadEnded(action.read, "broken", "is not loaded"))
             return
         known = action.agent in self.loaded.get(action.generation, ())
         world.check(known, f"{self}: READs from {action.agent}, which is not loaded")
