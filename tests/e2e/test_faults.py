@@ -127,6 +127,7 @@ async def test_a_client_that_leaves_costs_nothing(fleet: Fleet, patience: float)
     await fleet.pushes_exactly(asked[0])
 
 
+@pytest.mark.fire
 async def test_an_abort_storm_corrupts_and_leaks_nothing(fleet: Fleet) -> None:
     source = random.Random(5)
     wrong: list[Any] = []
@@ -151,6 +152,7 @@ async def test_an_abort_storm_corrupts_and_leaks_nothing(fleet: Fleet) -> None:
     await fleet.settles(within=20)
 
 
+@pytest.mark.fire
 async def test_both_legs_sent_again_under_the_same_ids_never_mix(fleet: Fleet) -> None:
     """As routers do it that know one name for a request, and forget its first prefill leg."""
 
@@ -188,12 +190,14 @@ async def test_a_prompt_longer_than_the_kv_cache_is_an_error(fleet: Fleet) -> No
     await fleet.pushes_exactly(prompt(50, 1062))
 
 
+@pytest.mark.fire
 async def test_more_prompts_than_the_kv_cache_holds_all_end_exactly(fleet: Fleet) -> None:
     prompts = [prompt(2000, 1070 + number) for number in range(7)]
     await asyncio.gather(*(fleet.pushes_exactly(each, tokens=48) for each in prompts))
     await fleet.settles()
 
 
+@pytest.mark.fire
 async def test_prompts_that_decode_and_prefill_preempt_are_exact(fleet: Fleet) -> None:
     before = {
         engine.name: await fleet.metric(engine, PREEMPTIONS)
@@ -203,7 +207,7 @@ async def test_prompts_that_decode_and_prefill_preempt_are_exact(fleet: Fleet) -
     own = [prompt(14 * BLOCK - 10, 1320 + number) for number in range(12)]
     alone = asyncio.gather(
         *(fleet.post(fleet.prefill, each, tokens=110) for each in own),
-        *(fleet.post(fleet.decode, each, tokens=200) for each in own[:8]),
+        *(fleet.post(fleet.decode, each, tokens=200) for each in own),
     )
     prompts = [prompt(12 * BLOCK - 10, 1300 + number) for number in range(6)]
     answers = await asyncio.gather(*(fleet.push(each, tokens=200) for each in prompts))

@@ -126,6 +126,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.fire
 async def test_what_the_router_sends_again_under_the_same_id_is_exact(fleet, client, tmp_path):
     def lost(leg: str):
         return lambda name: next((each for at, each in [LOSSES[int(name[-1])]] if at == leg), None)
