@@ -107,7 +107,7 @@ def linked(
 
 def install(costs: Latencies) -> None:
     """Put the link under the connector's transports, in this process."""
-    connector: Any = importlib.import_module("neuron_push.vllm.worker")
+    connector: Any = importlib.import_module("neuron_push.vllm.station")
     plain: Callable[..., TransportFactory] = getattr(connector.factory, "plain", connector.factory)
 
     def factory(*args: Any, **kwargs: Any) -> TransportFactory:

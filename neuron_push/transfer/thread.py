@@ -101,7 +101,11 @@ class TransferThread:
     def start(self, timeout: float = 120.0) -> Address:
         """Start, wait until memory is registered; returns this rank's side-channel address."""
         self._thread.start()
-        return self._ready.result(timeout)
+        try:
+            return self._ready.result(timeout)
+        except BaseException:
+            self._stop = True  # nobody would hear of it, should it come up after all
+            raise
 
     def submit(self, commands: bytes, fence: Fence | None = None, *, wake: bool = True) -> None:
         """Hand packed commands over; the prefill side's take effect when `fence` is done.

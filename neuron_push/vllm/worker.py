@@ -8,17 +8,10 @@ forward that is late enough, with a fence recorded there. The main loop never ca
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-
-from neuron_push import accelerator as accelerators
-from neuron_push.accelerator import Accelerator
-from neuron_push.bounce import HostStaged
 from neuron_push.commands import (
     Abandon,
     Layers,
@@ -32,18 +25,13 @@ from neuron_push.commands import (
     unpack_ids,
 )
 from neuron_push.config import Config
-from neuron_push.errors import ConfigError, DeadlineExceeded
-from neuron_push.geometry import Geometry, Region
-from neuron_push.nixl import factory
-from neuron_push.protocol import Address, Slabs
-from neuron_push.rendezvous import Identity
-from neuron_push.rendezvous.parts import parts_of
+from neuron_push.errors import DeadlineExceeded
 from neuron_push.transfer import TransferThread
-from neuron_push.transport import TransportFactory
-from neuron_push.vllm import describe, identity
+from neuron_push.vllm import identity
 from neuron_push.vllm.compat import FAILS_BY_REQUEST, Results, new_results
 from neuron_push.vllm.handovers import Handovers
 from neuron_push.vllm.metadata import Packed, Rejection, Told, WorkerMeta
+from neuron_push.vllm.station import accelerator_of, open_station
 from neuron_push.vllm.stats import TOLD, PushStats
 
 if TYPE_CHECKING:
@@ -72,7 +60,7 @@ class WorkerHalf:
         self._config = config
         self._engine = transfer.engine_id
         self._drafts = identity.draft_model(vllm_config) != ()
-        self._accelerator = _accelerator(config)
+        self._accelerator = accelerator_of(config)
         self._thread: TransferThread | None = None
         self._staging: object = None  # keeps the memory of the slabs
         self._rank = 0
@@ -106,85 +94,16 @@ class WorkerHalf:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe and register this worker's KV caches, and start the transfer thread."""
-        config = self._vllm_config
-        parallel = config.parallel_config
-        tensor_rank, tensor_ranks = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
-        self._rank = get_pp_group().rank_in_group * tensor_ranks + tensor_rank
-        self._alone = tensor_ranks * parallel.pipeline_parallel_size == 1
-        total = config.model_config.get_total_num_kv_heads()
-        heads = describe.held_heads(total, tensor_rank, tensor_ranks)
-        self._check_environment()
-        describe.refuse_context_parallel(config)
-        if self._accelerator.hides_end and config.scheduler_config.async_scheduling:
-            raise ConfigError(
-                f"the end of a step is not visible on {self._accelerator.name}, so a step must not "
-                "begin before the last one's output is known: start with --no-async-scheduling"
-            )
-        if self._accelerator.hides_end and self._config.streaming == "layer":
-            raise ConfigError(
-                f"layers are not visible on {self._accelerator.name}, where one graph computes "
-                'them all: set "streaming": "chunk"'
-            )
-        geometry = describe.describe(
-            config, self._kv_config, caches, self._accelerator, heads, tensor_rank,
-            self._config.limits,
-        )  # fmt: skip
-        if self._config.streaming == "layer":
-            parts = enumerate(parts_of(geometry))
-            before = {layer: index for index, layers in parts for layer in layers}
-            self._part_of = {name: before[describe.layer_index(name)] for name in caches}
-        me = Identity(
-            self._engine, self._rank, int.from_bytes(os.urandom(6), "big"),
-            identity.semantics(config, identity.group_kinds(self._kv_config)), geometry,
-            self._slabs(geometry),
-        )  # fmt: skip
-        settings = self._config
-        backends = self._accelerator.nixl_backends(settings.backends)
-        listener = Address(
-            settings.side_channel_host, settings.side_channel_port + parallel.data_parallel_index
+        station = open_station(
+            self._vllm_config,
+            self._kv_config,
+            self._config,
+            self._accelerator,
+            self._engine,
+            caches,
         )
-        if settings.switch_interval:
-            sys.setswitchinterval(settings.switch_interval)
-        self._thread = TransferThread(
-            settings, me, self._transport(backends), listener, make_mover=self._accelerator.mover
-        )
-        address = self._thread.start()
-        logger.info(
-            "neuron-push: rank %d of %s: %d MiB in %d regions over %s, answers at port %d",
-            self._rank, self._engine, sum(r.length for r in geometry.regions) >> 20,
-            len(geometry.regions), "/".join(backends), address.port,
-        )  # fmt: skip
-
-    def _transport(self, backends: tuple[str, ...]) -> TransportFactory:
-        accelerator = self._accelerator
-        parameters = {name: accelerator.nixl_parameters(name) for name in backends}
-        opens = factory(
-            backends, self._config.num_threads, self._config.fault,
-            parameters={name: found for name, found in parameters.items() if found},
-            enter=accelerator.enter_thread,
-        )  # fmt: skip
-        if not isinstance(accelerator, HostStaged):
-            return opens
-        return accelerator.transports(
-            opens, self._config.staging_slabs, self._config.staging_slab_bytes
-        )
-
-    def _slabs(self, geometry: Geometry) -> Slabs | None:
-        """Staging memory of the caches' own kind, if this side can bring bytes into order."""
-        count, size = self._config.staging_slabs, self._config.staging_slab_bytes
-        if not (self._accelerator.can_reorder and count):
-            return None
-        slab = self._accelerator.slab(count * size)
-        self._staging = slab.owner
-        like = geometry.regions[0]
-        sole = isinstance(self._accelerator, HostStaged)
-        return Slabs(Region(slab.base, count * size, like.memory, like.device), size, sole)
-
-    def _check_environment(self) -> None:
-        missing = self._accelerator.environment(os.environ)
-        if missing:
-            words = " ".join(f"{name}={value}" for name, value in missing.items())
-            raise ConfigError(f"set {words} before the engine starts")
+        self._thread, self._staging = station.thread, station.staging
+        self._rank, self._alone, self._part_of = station.rank, station.alone, station.part_of
 
     def close(self) -> None:
         """Destroy the agents; after return the KV tensors may go."""
@@ -412,24 +331,6 @@ class WorkerHalf:
         config = self._config
         quiet = time.monotonic() - self._last_news > QUIET
         thread.wait(config.step_wait_idle if quiet else config.step_wait)
-
-
-def _accelerator(config: Config) -> Accelerator:
-    """The accelerator that the settings name, behind host memory if they say so."""
-    found = accelerators.lookup(config.accelerator)
-    if not config.host_staging:
-        return found
-    if not config.staging_slabs:
-        raise ConfigError("host_staging needs staging_slabs: with 0 there is nothing to stage in")
-    import torch
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def flat(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(-1).view(torch.uint8)
-
-    return HostStaged(found, allocate, flat)
 
 
 def _receive(packed: bytes, attempt: int) -> Receive:

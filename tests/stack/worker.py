@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 import neuron_push.transfer.sidechannel as sidechannel_module
-import neuron_push.vllm.worker as worker_module
+import neuron_push.vllm.station as station_module
 from neuron_push.rendezvous.attempt import attempt_of
 from neuron_push.transfer import TransferThread
 from neuron_push.vllm.connector import NeuronPushConnector
@@ -73,11 +73,13 @@ class Worker:
         self.half._accelerator = self.accelerator
         self.half._transport = lambda backends: fabric.open_for(self)
         with (
-            mock.patch.object(worker_module, "get_tensor_model_parallel_rank", lambda: rank),
+            mock.patch.object(station_module, "get_tensor_model_parallel_rank", lambda: rank),
             mock.patch.object(
-                worker_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)
+                station_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)
             ),
-            mock.patch.object(worker_module, "TransferThread", partial(SteppedThread, worker=self)),
+            mock.patch.object(
+                station_module, "TransferThread", partial(SteppedThread, worker=self)
+            ),
             mock.patch.object(sidechannel_module, "Server", self._server),
             mock.patch.object(sidechannel_module, "Client", self._client),
         ):

@@ -8,7 +8,7 @@ import pytest
 
 from neuron_push.commands import pack_ids
 from neuron_push.errors import ConfigError
-from neuron_push.vllm import worker
+from neuron_push.vllm import station
 from neuron_push.vllm.metadata import StepMeta
 from tests.vllm.test_worker import OFFER, RETIRE, SETTLE, half_with, submitted
 
@@ -75,8 +75,8 @@ def test_a_step_that_begins_before_the_last_output_is_refused(half, monkeypatch)
     config.model_config = types.SimpleNamespace(get_total_num_kv_heads=lambda: 1)
     config.scheduler_config = types.SimpleNamespace(async_scheduling=True)
     group = types.SimpleNamespace(rank_in_group=0)
-    monkeypatch.setattr(worker, "get_pp_group", lambda: group)
-    monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(station, "get_pp_group", lambda: group)
+    monkeypatch.setattr(station, "get_tensor_model_parallel_rank", lambda: 0)
     half._accelerator.environment = lambda present: {}
     with pytest.raises(ConfigError, match="--no-async-scheduling"):
         half.register({})

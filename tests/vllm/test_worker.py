@@ -6,8 +6,6 @@ import types
 import pytest
 from msgspec.structs import replace
 
-from neuron_push.accelerator import CpuAccelerator
-from neuron_push.bounce import HostStaged
 from neuron_push.commands import (
     Abandon,
     Compute,
@@ -24,13 +22,12 @@ from neuron_push.commands import (
     pack_ids,
 )
 from neuron_push.config import Config
-from neuron_push.errors import ConfigError, DeadlineExceeded
+from neuron_push.errors import DeadlineExceeded
 from neuron_push.protocol import Address, Match
 from neuron_push.transfer import Tally
 from neuron_push.vllm.compat import FAILS_BY_REQUEST
 from neuron_push.vllm.metadata import IDLE, NOTHING, StepMeta, WorkerMeta
 from neuron_push.vllm.worker import QUIET, WorkerHalf
-from neuron_push.vllm.worker import _accelerator as accelerator_of
 from tests.vllm_hooks import load_traces
 
 MATCH = Match("t", "r", b"", 100)
@@ -494,41 +491,3 @@ def test_measurements_are_taken_once(half):
 def test_closing_closes_the_thread(half, log):
     half.close()
     assert log == [("close",)]
-
-
-# ---------------------------------------------------------------------- host staging
-
-
-def test_host_staging_is_refused_where_memory_is_registered():
-    with pytest.raises(ConfigError, match=r"host_staging is for devices.*leave it off"):
-        accelerator_of(Config(accelerator="cpu", host_staging=True))
-
-
-def test_host_staging_needs_slabs():
-    with pytest.raises(ConfigError, match="staging_slabs"):
-        accelerator_of(Config(accelerator="cpu", host_staging=True, staging_slabs=0))
-
-
-def test_host_staging_is_chosen_by_setting_or_variable(monkeypatch):
-    neuron = types.SimpleNamespace(name="neuron", can_reorder=False, hides_end=True)
-    monkeypatch.setattr("neuron_push.accelerator.lookup", lambda name: neuron)
-    assert accelerator_of(Config.parse({}, {})) is neuron
-    for config in (
-        Config.parse({"host_staging": True}, {}),
-        Config.parse({}, {"NEURON_PUSH_HOST_STAGING": "1"}),
-    ):
-        staged = accelerator_of(config)
-        assert isinstance(staged, HostStaged) and staged.can_reorder and staged.hides_end
-
-
-def test_a_cache_is_staged_as_the_bytes_of_its_whole_allocation(monkeypatch):
-    torch = pytest.importorskip("torch")
-    neuron = CpuAccelerator()
-    neuron.can_reorder = False
-    monkeypatch.setattr("neuron_push.accelerator.lookup", lambda name: neuron)
-    staged = accelerator_of(Config(host_staging=True))
-    cache = torch.arange(64, dtype=torch.int16).view(2, 4, 8)
-    base, length = staged.region(cache)
-    slab = staged.slab(8)
-    staged.copies.copy(slab.base, base + 126, 2)
-    assert length == 128 and slab.owner[:2].tolist() == [63, 0]
