@@ -71,7 +71,6 @@ class Worker:
         self.connector = NeuronPushConnector(config, KVConnectorRole.WORKER, kv)
         self.half = self.connector._in_worker
         self.half._accelerator = self.accelerator
-        self.half._transport = lambda backends: fabric.open_for(self)
         with (
             mock.patch.object(station_module, "get_tensor_model_parallel_rank", lambda: rank),
             mock.patch.object(
@@ -80,6 +79,7 @@ class Worker:
             mock.patch.object(
                 station_module, "TransferThread", partial(SteppedThread, worker=self)
             ),
+            mock.patch.object(station_module, "_transport", lambda *_: fabric.open_for(self)),
             mock.patch.object(sidechannel_module, "Server", self._server),
             mock.patch.object(sidechannel_module, "Client", self._client),
         ):
