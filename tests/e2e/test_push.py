@@ -36,14 +36,12 @@ async def test_two_prompts_under_one_request_id_never_mix(fleet: Fleet) -> None:
     await fleet.settles()
 
 
-@pytest.mark.fire
 async def test_a_prefix_known_on_prefill_only_is_exact(fleet: Fleet) -> None:
     shared = prompt(400, 31)
     assert (await fleet.post(fleet.prefill, shared, tokens=1)).ok
     await fleet.pushes_exactly(shared + prompt(100, 32))
 
 
-@pytest.mark.fire
 async def test_a_prefix_known_on_decode_only_is_exact(fleet: Fleet) -> None:
     shared = prompt(400, 41)
     assert (await fleet.post(fleet.decode, shared, tokens=1)).ok
@@ -61,7 +59,6 @@ async def test_a_prompt_known_on_decode_lets_prefill_go_at_once(fleet: Fleet) ->
     await fleet.settles(within=5.0)  # shorter than the lease
 
 
-@pytest.mark.fire
 async def test_many_prompts_at_once_are_exact_and_give_everything_back(fleet: Fleet) -> None:
     prompts = [prompt(120 + 37 * number, 100 + number) for number in range(24)]
     await asyncio.gather(*(fleet.pushes_exactly(each) for each in prompts))

@@ -10,7 +10,7 @@ import pytest
 from neuron_push.engines import Engine
 from tests.e2e.fleet import Fleet, prompt
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.fire, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 async def _restart(engine: Engine) -> None:
