@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -401,6 +402,31 @@ def test_a_thread_that_cannot_start_says_why() -> None:
     thread = TransferThread(Config(), me, broken, Address("127.0.0.1", 1))  # type: ignore[arg-type]
     with pytest.raises(NeuronPushError, match="no such backend"):
         thread.start()
+    thread.close()
+
+
+def test_a_thread_that_comes_up_too_late_ends_and_leaves_no_agent() -> None:
+    let, closed = threading.Event(), threading.Event()
+
+    class Late:
+        def __init__(self, name: str, regions: object) -> None:
+            let.wait(10)
+
+        def metadata(self) -> bytes:
+            return b"late"
+
+        def notifications(self) -> list[object]:
+            return []
+
+        def close(self) -> None:
+            closed.set()
+
+    me = Identity("X", 0, 1, SEMANTICS, Geometry((), (), 4))
+    thread = TransferThread(Config(), me, Late, Address("127.0.0.1", 1))  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        thread.start(timeout=0.05)
+    let.set()
+    assert closed.wait(10)
     thread.close()
 
 

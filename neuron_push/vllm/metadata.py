@@ -134,4 +134,4 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         return WorkerMeta(self.unpinned + other.unpinned, self.failures + other.failures)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerMeta, (self.unpinned, self.failures)
+        return WorkerMeta, self.told

@@ -172,9 +172,9 @@ class Process:
 
     def _load(self, action):
         self.world.check(action.generation in self.open, f"{self}: load into a closed generation")
-        self.knows(action.generation, action.agent)
+        self.loads(action.generation, action.agent)
 
-    def knows(self, generation, agent):
+    def loads(self, generation, agent):
         """Load an agent, if it has not been replaced since it was named, and is not dead."""
         if agent in self.world.agents:
             self.loaded[generation].add(agent)
@@ -237,7 +237,7 @@ class Process:
     def _answer(self, action):
         caller, link, late = action.token
         message, agent = action.message, action.metadata.decode()
-        if agent and not self.knows(action.generation, agent):
+        if agent and not self.loads(action.generation, agent):
             message = Refusal(f"cannot load the metadata of {agent}")
         if not late:
             caller.later(self.world.side_delay(), ev.Greeted(link, message))
